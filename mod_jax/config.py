@@ -1,0 +1,382 @@
+"""The configuration: every key, its default, its meaning and its allowed range, and the only door through which one enters.
+
+Vocabulary. A *config* is the `ml_collections.ConfigDict` that `configs/*.py` return and `--config.a.b=value` edits. A
+`Config` is the frozen, validated dataclass that the rest of mod_jax reads. `from_config_dict` turns the first into the
+second and is the only place that checks anything. A key marked `free` may change when a run is resumed: it alters where
+and how a run is computed or watched, never what is learned.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import re
+from typing import Any
+
+import ml_collections
+from ml_collections import config_dict
+
+
+class ConfigError(ValueError):
+    """A config key holds a value that cannot be used. The message names key, value and what is allowed."""
+
+
+def _key(default, doc, *, low=None, above=None, high=None, choices=None, free=False):
+    """Declares one config key. `low` and `high` are inclusive bounds, `above` is an exclusive lower bound."""
+    metadata = dict(doc=doc, low=low, above=above, high=high, choices=choices, free=free)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    vocab_size: int = _key(0, "rows of the embedding table; 0: the tokenizer's", low=0)
+    width: int = _key(256, "D, size of the residual stream", low=1)
+    depth: int = _key(8, "L, number of blocks", low=1)
+    num_heads: int = _key(4, "N, query heads", low=1)
+    num_kv_heads: int = _key(0, "K, key/value heads; 0: num_heads", low=0)
+    head_dim: int = _key(0, "H; 0: width / num_heads", low=0)
+    mlp_dim: int = _key(0, "F, MLP hidden size; 0: 4 * width", low=0)
+    activation: str = _key("relu_squared", "MLP non-linearity", choices=("relu_squared", "gelu", "silu"))
+    layout: str = _key("FR", "pattern of block kinds, cycled over depth: F full, R routed")
+    context: int = _key(0, "longest sequence when sampling; 0: data.seq_len", low=0)
+    rope_base: float = _key(10_000.0, "base of the rotary wavelengths", above=1.0)
+    qk_norm: bool = _key(False, "RMS-normalise queries and keys per head")
+    tie_embedding: bool = _key(False, "use the embedding table for the logits")
+    dtype: str = _key("float32", "compute dtype; parameters, router and loss stay float32", choices=("float32", "bfloat16"))
+    remat: str = _key("none", "what the backward pass recomputes", choices=("none", "dots", "full"), free=True)
+    scan: bool = _key(True, "scan over repetitions of the layout (compile time flat in depth)", free=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingConfig:
+    capacity: float | tuple[float, ...] = _key(
+        0.125, "fraction of tokens kept by a routed block; one number, or one per routed block", above=0.0, high=1.0
+    )
+    score: str = _key(
+        "learned",
+        "learned: a linear router. stochastic: Gaussian noise, gate 1 (the paper's control). "
+        "position: a linear router that sees only the position. frozen: an untrained router, gate 1",
+        choices=("learned", "stochastic", "position", "frozen"),
+    )
+    gate: str = _key(
+        "raw",
+        "weight on the update, from the score r: raw r, sigmoid(r), tanh 1 + tanh(r), softmax over the row (not causal)",
+        choices=("raw", "sigmoid", "tanh", "softmax"),
+    )
+    router_input: str = _key(
+        "normed", "what router and predictor read: the RMS-normalised or the raw residual", choices=("normed", "raw")
+    )
+    router_init_scale: float = _key(0.1, "router init std, in units of width ** -0.5", above=0.0)
+    topk_per: str = _key(
+        "row", "top-k over the packed row, or by share within each of its documents", choices=("row", "document")
+    )
+    predictor: bool = _key(True, "train a predictor of top-k membership (causal selection `predictor`)")
+    predictor_weight: float = _key(1.0, "coefficient of the predictor's cross-entropy", above=0.0)
+    aux_weight: float = _key(0.0, "coefficient of the top-k loss on router scores (causal selection `router`); 0: off", low=0.0)
+    cutoff_decay: float = _key(0.98, "decay per step of the average cut-off (causal selection `threshold`)", low=0.0, high=0.9999)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    source: str = _key("python_stdlib", "python_stdlib | synthetic | tfds:NAME | text:PATH | jsonl:PATH")
+    text_key: str = _key("text", "field that holds the text, for tfds and jsonl sources")
+    tokenizer: str = _key("bytes", "bytes | bpe:VOCAB_SIZE | sentencepiece:PATH")
+    seq_len: int = _key(256, "T, tokens per training row", low=2)
+    eval_windows: int = _key(128, "held-out windows per evaluation", low=1)
+    workers: int = _key(0, "processes that prefetch batches; 0: in-process threads", low=0, high=64, free=True)
+    cache_dir: str = _key("", "where prepared corpora live; '': $MOD_JAX_CACHE or ~/.cache/mod_jax", free=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    learning_rate: float = _key(3e-3, "peak rate of AdamW", above=0.0)
+    warmup_fraction: float = _key(0.05, "share of the run with rising rate", low=0.0, high=1.0)
+    final_fraction: float = _key(0.05, "rate at the last step, as a share of the peak", low=0.0, high=1.0)
+    b1: float = _key(0.9, "decay of the first moment", low=0.0, high=0.9999)
+    b2: float = _key(0.95, "decay of the second moment", low=0.0, high=0.99999)
+    eps: float = _key(1e-8, "AdamW epsilon", above=0.0)
+    weight_decay: float = _key(0.1, "decoupled decay of the weight matrices (never norms, router, predictor)", low=0.0)
+    clip_norm: float = _key(1.0, "largest global gradient norm", above=0.0)
+    router_learning_rate_scale: float = _key(1.0, "rate of router and predictor, relative to learning_rate", above=0.0)
+    router_weight_decay: float = _key(0.0, "decoupled decay of router and predictor matrices", low=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    batch_size: int = _key(8, "rows per step, all devices together", low=1)
+    accumulation: int = _key(1, "micro-batches per step", low=1)
+    steps: int = _key(0, "run length in steps; exactly one of steps, tokens, flops is > 0", low=0)
+    tokens: int = _key(0, "run length in training tokens", low=0)
+    flops: float = _key(0.0, "run length as a training FLOP budget", low=0.0)
+    z_loss: float = _key(0.0, "coefficient of the squared log-normaliser of the logits", low=0.0)
+    max_bad_steps: int = _key(10, "consecutive non-finite steps after which the run stops", low=1, free=True)
+    log_every: int = _key(10, "steps between log lines", low=1, free=True)
+    eval_every: int = _key(200, "steps between held-out evaluations; 0: only at the end", low=0, free=True)
+    save_every: int = _key(200, "steps between checkpoints; 0: only at the end", low=0, free=True)
+    keep: int = _key(2, "newest checkpoints kept, beside the best one", low=1, free=True)
+    tracker: str = _key(
+        "none", "where else metrics go", choices=("none", "tensorboard", "wandb", "trackio"), free=True
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    data: int = _key(-1, "devices along the batch with replicated parameters; -1: all that are left", low=-1, free=True)
+    fsdp: int = _key(1, "devices along the batch with sharded parameters; -1: all that are left", low=-1, free=True)
+    tensor: int = _key(1, "devices along heads, MLP and vocabulary; -1: all that are left", low=-1, free=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSpec:
+    """One block of the stack: its kind, "F" or "R", and the fraction of tokens it computes on."""
+
+    kind: str
+    capacity: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A validated configuration: every 0 that stands for "derive it" is resolved, except `model.vocab_size`."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    routing: RoutingConfig = dataclasses.field(default_factory=RoutingConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    seed: int = _key(0, "seed of initial parameters, data order and stochastic routing", low=0, high=2**31 - 1)
+
+    @property
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        """The stack, first block first."""
+        kinds = [self.model.layout[i % len(self.model.layout)] for i in range(self.model.depth)]
+        capacity = self.routing.capacity
+        capacities = iter(capacity if isinstance(capacity, tuple) else (capacity,) * kinds.count("R"))
+        return tuple(BlockSpec(kind, next(capacities) if kind == "R" else 1.0) for kind in kinds)
+
+    @property
+    def num_routed(self) -> int:
+        return sum(block.kind == "R" for block in self.blocks)
+
+    @property
+    def routed_depths(self) -> tuple[int, ...]:
+        """Depth of each routed block, in order."""
+        return tuple(i for i, block in enumerate(self.blocks) if block.kind == "R")
+
+    @property
+    def causal_selections(self) -> tuple[str, ...]:
+        """The causal selections that training under this config prepares (PAPER section 3.4, "Sampling")."""
+        if not self.num_routed or self.routing.gate == "softmax":
+            return ()
+        prepared = dict(router=self.routing.aux_weight > 0, predictor=self.routing.predictor, threshold=True)
+        return tuple(name for name, ready in prepared.items() if ready)
+
+
+_SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config) if f.name != "seed"}
+
+
+def _flat_fields() -> dict[str, dataclasses.Field]:
+    """Every key, spelled as in `--config.<key>`, with its declaration."""
+    fields = {"seed": next(f for f in dataclasses.fields(Config) if f.name == "seed")}
+    for section, cls in _SECTIONS.items():
+        fields |= {f"{section}.{f.name}": f for f in dataclasses.fields(cls)}
+    return fields
+
+
+FIELDS = _flat_fields()
+FREE_KEYS = frozenset(name for name, field in FIELDS.items() if field.metadata["free"])
+LENGTH_KEYS = ("train.steps", "train.tokens", "train.flops")
+
+
+def default_config() -> ml_collections.ConfigDict:
+    """Returns the default config, for `configs/*.py` to edit.
+
+    Values are references of type `object`, so that the command line parses any literal and all judging happens in
+    `from_config_dict`, in one place and with one kind of message.
+    """
+    config: dict[str, Any] = {section: {} for section in _SECTIONS}
+    for name, field in FIELDS.items():
+        *section, leaf = name.split(".")
+        target = config[section[0]] if section else config
+        target[leaf] = config_dict.FieldReference(field.default, field_type=object)
+    return ml_collections.ConfigDict(config)
+
+
+def make_config(**changes: Any) -> Config:
+    """Builds a validated Config from the defaults and changes: `make_config(**{"model.width": 64})`."""
+    config = default_config()
+    for name, value in changes.items():
+        if name not in FIELDS:
+            raise ConfigError(_unknown_key(name))
+        config.update_from_flattened_dict({name: value})
+    return from_config_dict(config)
+
+
+def from_config_dict(config: ml_collections.ConfigDict | dict) -> Config:
+    """Checks every key and every relation between keys, and resolves derived sizes.
+
+    Raises:
+      ConfigError: naming the key, its value and what is allowed.
+    """
+    flat = _flatten(config.to_dict() if isinstance(config, ml_collections.ConfigDict) else config)
+    for name in flat:
+        if name not in FIELDS:
+            raise ConfigError(_unknown_key(name))
+    values = {name: _checked(name, field, flat.get(name, field.default)) for name, field in FIELDS.items()}
+    _resolve(values)
+    _check_relations(values)
+    sections = {
+        section: cls(**{f.name: values[f"{section}.{f.name}"] for f in dataclasses.fields(cls)})
+        for section, cls in _SECTIONS.items()
+    }
+    return Config(seed=values["seed"], **sections)
+
+
+def to_flat_dict(config: Config) -> dict[str, Any]:
+    """The config as {"section.key": value}, JSON-ready."""
+    return {name: _get(config, name) for name in FIELDS}
+
+
+def from_flat_dict(flat: dict[str, Any]) -> Config:
+    """Inverse of `to_flat_dict`; also of its JSON form."""
+    return from_config_dict(dict(flat))
+
+
+def difference(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Keys on which two configs differ, as {key: (old value, new value)}."""
+    return {name: (_get(old, name), _get(new, name)) for name in FIELDS if _get(old, name) != _get(new, name)}
+
+
+def fingerprint(config: Config) -> str:
+    """Twelve hex digits that change exactly when something that affects the learned result changes."""
+    learned = {name: value for name, value in to_flat_dict(config).items() if name not in FREE_KEYS}
+    return hashlib.sha256(json.dumps(learned, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _get(config: Config, name: str) -> Any:
+    value = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        elif f"{prefix}{key}" in _SECTIONS:
+            raise ConfigError(f"config.{prefix}{key} = {value!r}: must be a section with keys of its own")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _unknown_key(name: str) -> str:
+    near = difflib.get_close_matches(name, FIELDS, n=1) or [k for k in FIELDS if k.split(".")[-1] == name.split(".")[-1]]
+    hint = f"; did you mean config.{near[0]}?" if near else f"; sections are {', '.join(_SECTIONS)}"
+    return f"config.{name}: unknown key{hint}"
+
+
+def _checked(name: str, field: dataclasses.Field, value: Any) -> Any:
+    """Returns the value in the declared type, or raises ConfigError."""
+    allowed = field.metadata
+
+    def refuse(expected):
+        raise ConfigError(f"config.{name} = {value!r}: must be {expected}")
+
+    def number(value, integral):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            refuse(f"{'an integer' if integral else 'a number'} {_range_text(allowed)}".rstrip())
+        if not math.isfinite(value) or (integral and value != int(value)):
+            refuse(f"{'an integer' if integral else 'a finite number'} {_range_text(allowed)}".rstrip())
+        if (
+            (allowed["low"] is not None and value < allowed["low"])
+            or (allowed["above"] is not None and value <= allowed["above"])
+            or (allowed["high"] is not None and value > allowed["high"])
+        ):
+            refuse(f"{'an integer' if integral else 'a number'} {_range_text(allowed)}")
+        return int(value) if integral else float(value)
+
+    if field.type is bool:
+        return value if isinstance(value, bool) else refuse("True or False")
+    if field.type is str:
+        if not isinstance(value, str):
+            refuse("a string" if allowed["choices"] is None else f"one of {', '.join(allowed['choices'])}")
+        if allowed["choices"] is not None and value not in allowed["choices"]:
+            refuse(f"one of {', '.join(allowed['choices'])}")
+        return value
+    if isinstance(value, list | tuple) and name == "routing.capacity":
+        return tuple(number(v, integral=False) for v in value) or refuse("one number, or one per routed block")
+    return number(value, integral=field.type is int)
+
+
+def _range_text(allowed) -> str:
+    left = f"({allowed['above']:g}" if allowed["above"] is not None else f"[{allowed['low']:g}"
+    if allowed["high"] is None:
+        return f"> {allowed['above']:g}" if allowed["above"] is not None else f">= {allowed['low']:g}"
+    return f"in {left}, {allowed['high']:g}]"
+
+
+def _resolve(values: dict[str, Any]) -> None:
+    """Replaces each 0 that stands for "derive it" by its value."""
+    width, heads = values["model.width"], values["model.num_heads"]
+    if not values["model.head_dim"]:
+        if width % heads:
+            raise ConfigError(
+                f"config.model.num_heads = {heads}: must divide model.width = {width}, or set model.head_dim"
+            )
+        values["model.head_dim"] = width // heads
+    values["model.num_kv_heads"] = values["model.num_kv_heads"] or heads
+    values["model.mlp_dim"] = values["model.mlp_dim"] or 4 * width
+    values["model.context"] = values["model.context"] or values["data.seq_len"]
+
+
+def _check_relations(values: dict[str, Any]) -> None:
+    """Checks what no single key can know."""
+
+    def refuse(name, why):
+        raise ConfigError(f"config.{name} = {values[name]!r}: {why}")
+
+    if values["model.num_heads"] % values["model.num_kv_heads"]:
+        refuse("model.num_kv_heads", f"must divide model.num_heads = {values['model.num_heads']}")
+    if values["model.head_dim"] % 2:
+        refuse("model.head_dim", "must be even (rotary angles turn pairs)")
+    if not re.fullmatch("[FR]+", values["model.layout"]):
+        refuse("model.layout", "must be letters F (full) and R (routed), such as FR, FFR, R or F")
+    if values["data.seq_len"] > values["model.context"]:
+        refuse("data.seq_len", f"must not exceed model.context = {values['model.context']}")
+
+    layout, depth = values["model.layout"], values["model.depth"]
+    routed = sum(layout[i % len(layout)] == "R" for i in range(depth))
+    capacity = values["routing.capacity"]
+    if isinstance(capacity, tuple) and len(capacity) == 1:
+        values["routing.capacity"] = capacity = capacity[0]
+    if isinstance(capacity, tuple) and len(capacity) != routed:
+        refuse("routing.capacity", f"must be one number or {routed}, one per routed block of {depth} x {layout!r}")
+    if not routed and values["routing.aux_weight"]:
+        refuse("routing.aux_weight", f"must be 0: layout {layout!r} at depth {depth} has no routed block")
+    score = values["routing.score"]
+    if score == "stochastic" and values["routing.predictor"]:
+        refuse("routing.predictor", "must be False with routing.score = 'stochastic': noise cannot be predicted")
+    if score in ("stochastic", "frozen"):
+        if values["routing.aux_weight"]:
+            refuse("routing.aux_weight", f"must be 0 with routing.score = {score!r}: its router is not trained")
+        if values["routing.gate"] != "raw":
+            refuse("routing.gate", f"must be 'raw' (and is 1) with routing.score = {score!r}")
+
+    if values["train.batch_size"] % values["train.accumulation"]:
+        refuse("train.accumulation", f"must divide train.batch_size = {values['train.batch_size']}")
+    given = {name: values[name] for name in LENGTH_KEYS if values[name]}
+    if len(given) != 1:
+        found = ", ".join(f"{name} = {value:g}" for name, value in given.items()) or "none"
+        raise ConfigError(f"config.train: exactly one of steps, tokens, flops must be > 0; found {found}")
+    free_axes = [name for name in ("mesh.data", "mesh.fsdp", "mesh.tensor") if values[name] == -1]
+    if len(free_axes) > 1:
+        refuse(free_axes[1], "at most one mesh axis can be -1 (all that are left)")
+    for name in ("mesh.data", "mesh.fsdp", "mesh.tensor"):
+        if values[name] == 0:
+            refuse(name, "must be -1 (all that are left) or a number of devices >= 1")
+    if values["mesh.tensor"] > 0 and values["model.num_kv_heads"] % values["mesh.tensor"]:
+        refuse("mesh.tensor", f"must divide model.num_kv_heads = {values['model.num_kv_heads']}")

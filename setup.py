@@ -1,0 +1,47 @@
+"""Package metadata. Tool settings live in pyproject.toml."""
+
+import pathlib
+
+import setuptools
+
+README = pathlib.Path(__file__).parent / "README.md"
+
+EXTRAS = {
+    "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.6", "tokenizers>=0.20", "sentencepiece>=0.2", "tensorboardX>=2.6"],
+    "notebooks": ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5.10"],
+    "tpu": ["libtpu"],
+    "cuda": ["jax[cuda12]"],
+    "tensorboard": ["tensorboardX>=2.6"],
+    "wandb": ["wandb"],
+    "trackio": ["trackio"],
+    "bpe": ["tokenizers>=0.20"],
+    "sentencepiece": ["sentencepiece>=0.2"],
+    "bench": ["torch"],
+}
+
+setuptools.setup(
+    name="mod-jax",
+    version="0.1.0",
+    description="Mixture-of-Depths transformers in JAX/Flax: train, sample, measure, compare.",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.14",
+    packages=setuptools.find_packages(include=["mod_jax", "mod_jax.*"]),
+    install_requires=[
+        "absl-py>=2.1",
+        "chex>=0.1.90",
+        "flax>=0.12.8,<0.13",
+        "grain>=0.2.18,<0.3",
+        "importlib_resources>=6",  # tensorflow-datasets imports it without declaring it
+        "jax>=0.10.2,<0.13",
+        "matplotlib>=3.8",
+        "ml-collections>=1.0",
+        "numpy>=2.0",
+        "optax>=0.2.8,<0.3",
+        "orbax-checkpoint>=0.12.8,<0.13",
+        "tensorflow-datasets>=4.9.9,<5",
+        "tqdm>=4.66",
+    ],
+    extras_require=EXTRAS,
+)
