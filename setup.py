@@ -7,7 +7,14 @@ import setuptools
 README = pathlib.Path(__file__).parent / "README.md"
 
 EXTRAS = {
-    "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.6", "tokenizers>=0.20", "sentencepiece>=0.2", "tensorboardX>=2.6"],
+    "test": [
+        "pytest>=8",
+        "pytest-xdist>=3.6",
+        "ruff>=0.6",
+        "tokenizers>=0.20",
+        "sentencepiece>=0.2",
+        "tensorboardX>=2.6",
+    ],
     "notebooks": ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5.10"],
     "tpu": ["libtpu"],
     "cuda": ["jax[cuda12]"],

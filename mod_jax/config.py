@@ -43,7 +43,9 @@ class ModelConfig:
     rope_base: float = _key(10_000.0, "base of the rotary wavelengths", above=1.0)
     qk_norm: bool = _key(False, "RMS-normalise queries and keys per head")
     tie_embedding: bool = _key(False, "use the embedding table for the logits")
-    dtype: str = _key("float32", "compute dtype; parameters, router and loss stay float32", choices=("float32", "bfloat16"))
+    dtype: str = _key(
+        "float32", "compute dtype; parameters, router and loss stay float32", choices=("float32", "bfloat16")
+    )
     remat: str = _key("none", "what the backward pass recomputes", choices=("none", "dots", "full"), free=True)
     scan: bool = _key(True, "scan over repetitions of the layout (compile time flat in depth)", free=True)
 
@@ -73,8 +75,12 @@ class RoutingConfig:
     )
     predictor: bool = _key(True, "train a predictor of top-k membership (causal selection `predictor`)")
     predictor_weight: float = _key(1.0, "coefficient of the predictor's cross-entropy", above=0.0)
-    aux_weight: float = _key(0.0, "coefficient of the top-k loss on router scores (causal selection `router`); 0: off", low=0.0)
-    cutoff_decay: float = _key(0.98, "decay per step of the average cut-off (causal selection `threshold`)", low=0.0, high=0.9999)
+    aux_weight: float = _key(
+        0.0, "coefficient of the top-k loss on router scores (causal selection `router`); 0: off", low=0.0
+    )
+    cutoff_decay: float = _key(
+        0.98, "decay per step of the average cut-off (causal selection `threshold`)", low=0.0, high=0.9999
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +121,7 @@ class TrainConfig:
     eval_every: int = _key(200, "steps between held-out evaluations; 0: only at the end", low=0, free=True)
     save_every: int = _key(200, "steps between checkpoints; 0: only at the end", low=0, free=True)
     keep: int = _key(2, "newest checkpoints kept, beside the best one", low=1, free=True)
-    tracker: str = _key(
-        "none", "where else metrics go", choices=("none", "tensorboard", "wandb", "trackio"), free=True
-    )
+    tracker: str = _key("none", "where else metrics go", choices=("none", "tensorboard", "wandb", "trackio"), free=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +212,7 @@ def make_config(**changes: Any) -> Config:
     config = default_config()
     for name, value in changes.items():
         if name not in FIELDS:
-            raise ConfigError(_unknown_key(name))
+            raise ConfigError(unknown_key(name))
         config.update_from_flattened_dict({name: value})
     return from_config_dict(config)
 
@@ -222,7 +226,7 @@ def from_config_dict(config: ml_collections.ConfigDict | dict) -> Config:
     flat = _flatten(config.to_dict() if isinstance(config, ml_collections.ConfigDict) else config)
     for name in flat:
         if name not in FIELDS:
-            raise ConfigError(_unknown_key(name))
+            raise ConfigError(unknown_key(name))
     values = {name: _checked(name, field, flat.get(name, field.default)) for name, field in FIELDS.items()}
     _resolve(values)
     _check_relations(values)
@@ -273,8 +277,11 @@ def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _unknown_key(name: str) -> str:
-    near = difflib.get_close_matches(name, FIELDS, n=1) or [k for k in FIELDS if k.split(".")[-1] == name.split(".")[-1]]
+def unknown_key(name: str) -> str:
+    """The message for a key that does not exist, with the nearest one that does."""
+    near = difflib.get_close_matches(name, FIELDS, n=1) or [
+        k for k in FIELDS if k.split(".")[-1] == name.split(".")[-1]
+    ]
     hint = f"; did you mean config.{near[0]}?" if near else f"; sections are {', '.join(_SECTIONS)}"
     return f"config.{name}: unknown key{hint}"
 
@@ -365,6 +372,8 @@ def _check_relations(values: dict[str, Any]) -> None:
             refuse("routing.aux_weight", f"must be 0 with routing.score = {score!r}: its router is not trained")
         if values["routing.gate"] != "raw":
             refuse("routing.gate", f"must be 'raw' (and is 1) with routing.score = {score!r}")
+    if score == "frozen" and values["optimizer.router_weight_decay"]:
+        refuse("optimizer.router_weight_decay", "must be 0 with routing.score = 'frozen': its router is not trained")
 
     if values["train.batch_size"] % values["train.accumulation"]:
         refuse("train.accumulation", f"must divide train.batch_size = {values['train.batch_size']}")

@@ -1,0 +1,304 @@
+"""Figures from plain arrays and from the rows of metrics.jsonl. Each function returns a Figure; `save` writes it.
+
+Vocabulary. A *row* is one line of metrics.jsonl as a dict. A block is named by its depth in the stack and keeps its
+colour from figure to figure. Figures are built without pyplot: nothing here depends on a display or on global state.
+"""
+
+import functools
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib import cm, collections, colors, font_manager
+from matplotlib.figure import Figure
+
+from mod_jax.analysis.routing_stats import HEALTHY_UPDATE_RATIO, NUM_DECILES
+
+INK, MUTED, FAINT = "#222222", "#767676", "#d6d6d6"
+# Okabe and Ito's colours, which colour-blind readers tell apart.
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+MARKERS = ("o", "s", "^", "D")
+_STYLE = {
+    "figure.dpi": 120,
+    "figure.constrained_layout.use": True,
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": "#aaaaaa",
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.formatter.use_mathtext": True,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#eeeeee",
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+}
+_TITLE = dict(fontsize=11, fontweight="bold")
+_styled = matplotlib.rc_context(_STYLE)  # decorates each function that draws
+
+_VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "↵"}
+
+
+def save(fig: Figure, path: str | os.PathLike) -> None:
+    """Writes the figure in the format of the path's ending (png, svg, pdf)."""
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=150, facecolor="white")
+
+
+@_styled
+def loss_curves(rows: Sequence[dict[str, Any]], title: str = "Loss") -> Figure:
+    """Training loss, held-out loss under top-k and under each causal selection, and the gap between the last two."""
+    steps, loss = _series(rows, "train/loss")
+    topk_steps, topk = _series(rows, "eval/topk_loss")
+    selections = sorted({m[1] for row in rows for key in row if (m := re.fullmatch(r"eval/causal_loss/(.+)", key))})
+    mode = "top-k" if selections or any(key.startswith("routing/") for row in rows for key in row) else "no routing"
+
+    fig = Figure(figsize=(7.5, 5.6 if selections else 4.2))
+    ratios = [3, 1] if selections else [1]
+    top, *below = fig.subplots(len(ratios), sharex=True, height_ratios=ratios, squeeze=False).ravel()
+    top.plot(steps, loss, color="#cfcfcf", linewidth=0.8, label=f"training, {mode}")
+    top.plot(steps, _smooth(loss), color=INK, label=f"training, {mode}, smoothed")
+    top.plot(topk_steps, topk, color=PALETTE[0], marker=MARKERS[0], linewidth=1, label=f"held out, {mode}")
+    for i, selection in enumerate(selections, start=1):
+        style = dict(color=PALETTE[i], marker=MARKERS[i % len(MARKERS)], markerfacecolor="white", linewidth=1)
+        causal_steps, causal = _series(rows, f"eval/causal_loss/{selection}")
+        top.plot(causal_steps, causal, label=f"held out, causal: {selection}", **style | dict(linestyle="none"))
+        both, at_causal, at_topk = np.intersect1d(causal_steps, topk_steps, return_indices=True)
+        below[0].plot(both, causal[at_causal] - topk[at_topk], **style)
+    if len(loss):  # the first moments of a run would flatten all that follows
+        shown = np.concatenate([_smooth(loss)[len(loss) // 30 :], topk])
+        low, high = min(shown.min(), np.quantile(loss, 0.01)), shown.max()
+        pad = 0.05 * (high - low) or 0.05
+        top.set_ylim(low - pad, high + pad)
+    top.set(ylabel="loss, nats per token")
+    top.legend(loc="upper right")
+    for ax in below:
+        ax.axhline(0, color=PALETTE[0], linewidth=1)
+        ax.set(ylabel="gap to top-k")
+        ax.margins(y=0.25)
+    fig.axes[-1].set_xlabel("step")
+    _add_cost_axis(top, rows)
+    _add_title(fig, title)
+    return fig
+
+
+@_styled
+def routed_token_map(
+    pieces: Sequence[str],
+    selected_LT,
+    depths: Sequence[int],
+    weights_LT=None,
+    capacity: float | None = None,
+    columns: int | None = None,
+    selection: str = "topk",
+) -> Figure:
+    """A text, and under each token one cell per routed block: a box where it computes, a line where it is bypassed.
+
+    A token is as wide as its piece, so that the text reads as text; it is grey where every routed block is bypassed. A
+    box has the colour of its block, or of the gate's weight if `weights_LT` is given. `columns`: characters per line;
+    default 64 for single characters, 96 for longer pieces.
+    """
+    selected_LT = np.asarray(selected_LT, bool)
+    single = all(len(piece) <= 1 for piece in pieces)
+    columns = columns or (64 if single else 96)
+    pieces = [_visible(piece)[:columns] for piece in pieces]
+    line_T, start_T = _wrap([len(piece) for piece in pieces], columns)
+    num_lines = int(line_T[-1]) + 1 if pieces else 0
+
+    text_height, line_height = 1.25, 2 + len(depths)  # in rows of cells; the rest of the 2 is the gap below
+    pitch, row = 0.12 if single else 0.0867, 0.14  # inches per character and per row: whole pixels at save's dpi
+    left, right, header, footer = 0.72, 0.55, 0.62, 0.1
+    width = left + columns * pitch + right
+    height = header + num_lines * line_height * row + footer
+    fig = Figure(figsize=(width, height), layout="none")
+    ax = fig.add_axes((left / width, footer / height, columns * pitch / width, 1 - (header + footer) / height))
+    ax.set(xlim=(0, columns), ylim=(num_lines * line_height, 0))
+    ax.axis("off")
+
+    palette = block_colours(depths)
+    if weights_LT is not None:
+        weights_LT = np.asarray(weights_LT, np.float64)
+        norm, cmap = _weight_scale(weights_LT[selected_LT])
+    boxes, fills = [], []
+    for t, piece in enumerate(pieces):
+        y_text = line_T[t] * line_height + text_height / 2
+        for i, character in enumerate(piece):
+            quiet = character in _VISIBLE.values() or not selected_LT[:, t].any()
+            style = dict(family="DejaVu Sans Mono", fontsize=9.5, color="#a3a3a3" if quiet else INK, parse_math=False)
+            ax.text(start_T[t] + i + 0.5, y_text, character, ha="center", va="center", **style)
+        x0, x1 = start_T[t] + 0.07, start_T[t] + len(piece) - 0.07
+        for block, selected in enumerate(selected_LT[:, t]):
+            y, half = y_text + text_height / 2 + block + 0.5, 0.43 if selected else 0.055
+            boxes.append([(x0, y - half), (x1, y - half), (x1, y + half), (x0, y + half)])
+            by_weight = selected and weights_LT is not None
+            fills.append(cmap(norm(weights_LT[block, t])) if by_weight else palette[block] if selected else FAINT)
+    ax.add_collection(collections.PolyCollection(boxes, facecolors=fills, linewidths=0))
+
+    small = dict(va="center", fontsize=7.5, color=MUTED)
+    for line in range(num_lines):
+        for block, depth in enumerate(depths):
+            y = line * line_height + text_height + block + 0.5
+            ax.text(-0.8, y, f"block {depth}", ha="right", **small)
+            if line == 0:
+                ax.text(columns + 0.8, y, f"{selected_LT[block].mean():.1%}", ha="left", **small)
+    about = f"{selection.replace('topk', 'top-k')} selection, {len(pieces)} tokens"
+    about += f", capacity {capacity:.1%}" if capacity else ""
+    fig.text(0.1 / width, 1 - 0.12 / height, "Where each routed block computes", va="top", **_TITLE)
+    fig.text(0.1 / width, 1 - 0.34 / height, f"{about}. Box: selected, line: bypassed", va="top", color=MUTED)
+    if weights_LT is not None:
+        bar = fig.add_axes((1 - (right + 1.5) / width, 1 - 0.25 / height, 1.5 / width, 0.09 / height))
+        fig.colorbar(cm.ScalarMappable(norm, cmap), cax=bar, orientation="horizontal").outline.set_visible(False)
+        bar.tick_params(labelsize=7.5, length=2)
+        bar.set_ylabel("gate weight ", rotation=0, ha="right", va="center", fontsize=8, color=MUTED)
+    return fig
+
+
+@_styled
+def score_histograms(scores_per_block, cutoffs, depths: Sequence[int], selected) -> Figure:
+    """Per block, router scores of selected tokens on top of those of bypassed ones, and the cut-off as a line."""
+    columns = min(len(depths), 2 if len(depths) <= 4 else 3)
+    lines = -(-len(depths) // columns)
+    fig = Figure(figsize=(3.8 * columns, 2.4 * lines + 0.3))
+    axes = fig.subplots(lines, columns, squeeze=False).ravel()
+    for ax in axes[len(depths) :]:
+        ax.remove()
+    for ax, scores, cutoff, depth, mask, colour in zip(
+        axes[: len(depths)], scores_per_block, cutoffs, depths, selected, block_colours(depths), strict=True
+    ):
+        finite = np.isfinite(scores)
+        scores, mask = np.asarray(scores, np.float64)[finite], np.asarray(mask, bool)[finite]
+        low, high = np.quantile(scores, (0.001, 0.999))
+        bins = np.linspace(low, high if high > low else low + 1, 41)
+        inside = np.clip(scores, bins[0], bins[-1])
+        kinds = dict(color=["#c9c9c9", colour], label=["bypassed", "selected"])
+        ax.hist([inside[~mask], inside[mask]], bins, stacked=True, **kinds)
+        ax.axvline(cutoff, color=INK, linewidth=1.2, linestyle=(0, (4, 2)), label=f"cut-off {cutoff:.3g}")
+        ax.set_title(f"block {depth}   {mask.mean():.1%} selected")
+        ax.set(xlabel="router score", ylabel="tokens")
+        ax.grid(False, axis="x")
+        ax.legend(fontsize=8, handlelength=1.4)
+    _add_title(fig, "Router scores")
+    return fig
+
+
+@_styled
+def routing_by_position(share_L10, depths: Sequence[int]) -> Figure:
+    """Share of each block's selected tokens that lies in each tenth of the row; flat when positions do not matter."""
+    share_L10 = np.asarray(share_L10)
+    fig = Figure(figsize=(6.5, 3.6))
+    ax = fig.subplots()
+    ax.axhline(100 / NUM_DECILES, color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
+    middle = np.arange(NUM_DECILES) * 10 + 5
+    for i, (share_10, colour) in enumerate(zip(share_L10, block_colours(depths), strict=True)):
+        ax.plot(middle, 100 * share_10, color=colour, marker=MARKERS[i % len(MARKERS)], label=f"block {depths[i]}")
+    ax.set(
+        xlabel="position in the row, %", ylabel="share of selected tokens, %", xlim=(0, 100), xticks=range(0, 101, 10)
+    )
+    ax.set_ylim(0, max(20.0, 110 * np.nanmax(share_L10)))
+    _add_title(fig, "Selected tokens by position (dashed: no preference)")
+    _legend_at_right(ax)
+    return fig
+
+
+@_styled
+def block_health(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Norm of each routed block's update over that of the residual, per step; the healthy band is shaded."""
+    depths = sorted(
+        {int(m[1]) for row in rows for k in row if (m := re.fullmatch(r"routing/block(\d+)/update_ratio", k))}
+    )
+    fig = Figure(figsize=(6.5, 3.6))
+    ax = fig.subplots()
+    ax.axhspan(*HEALTHY_UPDATE_RATIO, color="#eef3ee", zorder=0)
+    for depth, colour in zip(depths, block_colours(depths), strict=True):
+        steps, ratio = _series(rows, f"routing/block{depth:02d}/update_ratio")
+        ax.plot(steps, ratio, color=colour, label=f"block {depth}")
+    ax.set(yscale="log", xlabel="step", ylabel="update norm / residual norm")
+    low, high = ax.get_ylim()
+    ax.set_ylim(min(low, HEALTHY_UPDATE_RATIO[0] / 3), max(high, HEALTHY_UPDATE_RATIO[1] * 3))
+    low, high = HEALTHY_UPDATE_RATIO
+    _add_title(fig, f"Size of each routed block's update (shaded: healthy, {low:g} to {high:g})")
+    _legend_at_right(ax)
+    return fig
+
+
+def block_colours(depths: Sequence[int]) -> list[Any]:
+    """One colour per routed block: named colours for a few blocks, a ramp over depth for many."""
+    if len(depths) <= len(PALETTE):
+        return list(PALETTE[: len(depths)])
+    return [matplotlib.colormaps["viridis"](x) for x in np.linspace(0, 0.9, len(depths))]
+
+
+def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of the rows that hold a finite `key`."""
+    found = [(row["step"], row[key]) for row in rows if np.isfinite(row.get(key, np.nan))]
+    return tuple(np.array(found, np.float64).reshape(-1, 2).T)
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Centred average over about a fiftieth of the run, narrow at its start: no lag where the loss falls fast."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    i = np.arange(len(values))
+    first = i - np.minimum(i, len(values) // 100)
+    last = np.minimum(2 * i - first, len(values) - 1)
+    return (total[last + 1] - total[first]) / (last - first + 1)
+
+
+def _add_cost_axis(ax, rows: Sequence[dict[str, Any]]) -> None:
+    """A second x axis on top: training FLOPs, or tokens where FLOPs are not in the rows."""
+    for key, label in (("train/flops", "training FLOPs"), ("train/tokens", "training tokens")):
+        steps, cost = _series(rows, key)
+        if len(steps) and steps[-1] > 0 and cost[-1] > 0:
+            per_step = cost[-1] / steps[-1]
+            functions = (functools.partial(np.multiply, per_step), functools.partial(np.multiply, 1 / per_step))
+            ax.secondary_xaxis("top", functions=functions).set_xlabel(label)
+            return
+
+
+def _add_title(fig: Figure, text: str) -> None:
+    fig.suptitle(text, x=0.01, ha="left", **_TITLE)
+
+
+def _legend_at_right(ax) -> None:
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _visible(piece: str) -> str:
+    """The piece with white space shown, and characters that the font lacks as a box."""
+    known = font_manager.get_font(font_manager.findfont("DejaVu Sans Mono")).get_char_index
+    shown = (_VISIBLE.get(character, character) for character in piece)
+    return "".join(c if c.isprintable() and known(ord(c)) else "□" for c in shown) or "□"
+
+
+def _wrap(widths: Sequence[int], columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Line and first column of each token, filling lines of `columns` characters without splitting a token."""
+    lines, starts, line, start = [], [], 0, 0
+    for width in widths:
+        if start + width > columns:
+            line, start = line + 1, 0
+        lines.append(line)
+        starts.append(start)
+        start += width
+    return np.array(lines), np.array(starts)
+
+
+def _weight_scale(weights: np.ndarray):
+    """Colours for gate weights: light to dark from zero up, or two-sided about a grey zero when some are negative."""
+    low, high = np.quantile(weights, (0.01, 0.99)) if len(weights) else (0.0, 1.0)
+    if low < 0:
+        ramp = ["#8c2d04", "#ec8f3e", "#c8c8c8", "#5ba3d0", "#08306b"]
+        return colors.CenteredNorm(0, max(-low, high)), colors.LinearSegmentedColormap.from_list("weight", ramp)
+    ramp = ["#a6cee3", "#2878b5", "#08204a"]
+    return colors.Normalize(0, high or 1.0), colors.LinearSegmentedColormap.from_list("weight", ramp)

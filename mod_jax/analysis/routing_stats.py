@@ -1,0 +1,107 @@
+"""What each routed block does with its tokens: agreement with top-k, realised capacity, weights, positions.
+
+Vocabulary. *Members* are the top-k tokens of a routed block, what training runs on. A causal selection *decides* token
+by token and is right where it agrees with membership. Plain NumPy: counts are summed over batches and divided once, at
+the end, so that the result does not depend on how the tokens were batched. A ratio with nothing below the line is NaN.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+# Norm of a routed block's update over that of the residual. Below, the block is dead; above, it drowns all others.
+HEALTHY_UPDATE_RATIO = (0.005, 5.0)
+NUM_DECILES = 10
+OF_A_SELECTION = ("accuracy", "precision", "recall", "f1", "realised_capacity")  # the rest is about top-k alone
+
+
+def block_name(depth: int) -> str:
+    """The block's name in metric keys: `block03`."""
+    return f"block{depth:02d}"
+
+
+class RoutingStats:
+    """Sums over batches; `summary` turns the sums into statistics, one entry per routed block."""
+
+    def __init__(self, depths: Sequence[int]):
+        """`depths`: depth in the stack of each of the L routed blocks."""
+        self.depths = tuple(depths)
+        zeros = np.zeros(len(self.depths), np.int64)
+        self._valid, self._members, self._decided, self._hits = zeros, zeros, zeros, zeros
+        self._weight, self._weight_squared = np.zeros(len(self.depths)), np.zeros(len(self.depths))
+        self._members_at = np.zeros((len(self.depths), NUM_DECILES), np.int64)
+
+    def update(self, router_logits_LBT, decided_LBT, topk_LBT, valid_BT, weights_LBT=None) -> None:
+        """Adds one batch. `weights_LBT`: the gate's weights, where they are not the raw router logits."""
+        valid_BT = np.asarray(valid_BT, bool)
+        member_LBT = np.asarray(topk_LBT, bool) & valid_BT
+        decided_LBT = np.asarray(decided_LBT, bool) & valid_BT
+        expected = (len(self.depths), *valid_BT.shape)
+        for name, array in dict(router_logits=router_logits_LBT, decided=decided_LBT, topk=member_LBT).items():
+            if np.shape(array) != expected:
+                raise ValueError(f"{name} has shape {np.shape(array)}, expected {expected} (blocks, rows, positions)")
+
+        def count(mask_LBT):
+            return mask_LBT.sum(axis=(1, 2))
+
+        self._valid = self._valid + valid_BT.sum()
+        self._members = self._members + count(member_LBT)
+        self._decided = self._decided + count(decided_LBT)
+        self._hits = self._hits + count(member_LBT & decided_LBT)
+
+        weights_LBT = np.asarray(router_logits_LBT if weights_LBT is None else weights_LBT, np.float64)
+        kept_LBT = np.where(member_LBT, weights_LBT, 0.0)
+        self._weight = self._weight + kept_LBT.sum(axis=(1, 2))
+        self._weight_squared = self._weight_squared + (kept_LBT**2).sum(axis=(1, 2))
+
+        seq_len = valid_BT.shape[-1]
+        decile_T = np.arange(seq_len) * NUM_DECILES // seq_len
+        for decile in range(NUM_DECILES):
+            self._members_at[:, decile] += count(member_LBT[..., decile_T == decile])
+
+    def summary(self) -> dict[str, np.ndarray]:
+        """Statistics by name, each of shape [L]; `position_share` is [L, 10].
+
+        `base_rate_accuracy` is what "bypass" for every token would score: an accuracy means something only above it.
+        `position_share` is the share of members in each tenth of the row, first tenth first; `position_entropy` is its
+        entropy, 1 when positions do not matter and 0 when one tenth takes all.
+        """
+        members, decided, hits, valid = self._members, self._decided, self._hits, self._valid
+        misses, false_alarms = members - hits, decided - hits
+        mean = _divide(self._weight, members)
+        share_L10 = _divide(self._members_at, members[:, None])
+        logs_L10 = np.log(share_L10, out=np.zeros_like(share_L10), where=share_L10 > 0)
+        return dict(
+            accuracy=_divide(valid - misses - false_alarms, valid),
+            base_rate_accuracy=_divide(valid - members, valid),
+            precision=_divide(hits, decided),
+            recall=_divide(hits, members),
+            f1=_divide(2 * hits, members + decided),
+            realised_capacity=_divide(decided, valid),
+            topk_fraction=_divide(members, valid),
+            weight_mean=mean,
+            weight_std=np.sqrt(np.maximum(_divide(self._weight_squared, members) - mean**2, 0.0)),
+            position_share=share_L10,
+            position_entropy=-(share_L10 * logs_L10).sum(axis=-1) / np.log(NUM_DECILES),
+        )
+
+    def metrics(self, selection: str) -> dict[str, float]:
+        """The summary under the keys of metrics.jsonl, naming the causal selection that decided where that matters.
+
+        `routing/block03/recall/predictor`, `routing/block03/weight_mean`, `routing/block03/position_share/0`.
+        """
+        metrics = {}
+        for name, values in self.summary().items():
+            for depth, value in zip(self.depths, values, strict=True):
+                key = f"routing/{block_name(depth)}/{name}" + (f"/{selection}" if name in OF_A_SELECTION else "")
+                if np.ndim(value):
+                    metrics |= {f"{key}/{i}": float(v) for i, v in enumerate(value)}
+                else:
+                    metrics[key] = float(value)
+        return metrics
+
+
+def _divide(numerator, denominator) -> np.ndarray:
+    """The ratio in float64, NaN where the denominator is 0."""
+    numerator, denominator = np.broadcast_arrays(np.asarray(numerator, np.float64), np.asarray(denominator, np.float64))
+    return np.divide(numerator, denominator, out=np.full(numerator.shape, np.nan), where=denominator != 0)

@@ -1,0 +1,82 @@
+"""What the command lines share: `--config=file.py:arg --config.key=value`, one-line errors, and exit codes."""
+
+import sys
+import traceback
+from collections.abc import Callable
+
+import ml_collections
+from absl import flags, logging
+from ml_collections import config_flags
+
+from mod_jax import config as config_lib
+from mod_jax.config import Config, ConfigError
+
+CONFIG_EXIT = 2
+
+
+def define_config() -> flags.FlagHolder:
+    """Defines --config, with every key overridable as --config.section.key=value."""
+    return config_flags.DEFINE_config_file("config", None, "Config file, with an optional argument: configs/X.py:arg")
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """For `app.run(flags_parser=...)`: whatever is wrong with the flags is one line and exit code 2, no traceback."""
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, ConfigError, AttributeError, KeyError, TypeError, ValueError, OSError, ImportError) as error:
+        print(f"error: {_flag_error(argv, error)}", file=sys.stderr)
+        sys.exit(CONFIG_EXIT)
+
+
+def refuse_arguments(argv: list[str]) -> None:
+    """Refuses what is not a flag: most often a space inside --config.a.b = value."""
+    if len(argv) > 1:
+        print(f"error: unexpected argument {argv[1]!r}; flags are written --name=value", file=sys.stderr)
+        sys.exit(CONFIG_EXIT)
+
+
+def read_config(value: ml_collections.ConfigDict | None) -> Config:
+    """Validates what --config gave."""
+    if value is None:
+        raise ConfigError("--config is missing; for example --config=configs/smoke.py")
+    return config_lib.from_config_dict(value)
+
+
+def exit_code(run: Callable[[], None]) -> int:
+    """Runs a command and returns its exit code. A known failure prints one line; an unknown one its traceback."""
+    logging.set_verbosity(logging.WARNING)  # Orbax narrates at INFO
+    try:
+        run()
+        return 0
+    except Exception as error:
+        code = _code_of(error)
+        if code == 1:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return code
+
+
+def _code_of(error: Exception) -> int:
+    from mod_jax.data.sources import DataError
+    from mod_jax.training.checkpoint import CheckpointMismatch, ResumeRefused, StorageError
+    from mod_jax.training.watch import NumericsError
+
+    codes = {
+        ConfigError: CONFIG_EXIT,
+        NumericsError: 3,
+        StorageError: 4,
+        DataError: 5,
+        CheckpointMismatch: 7,
+        ResumeRefused: 7,
+    }
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
+
+
+def _flag_error(argv: list[str], error: Exception) -> str:
+    """The error in one line; for an unknown config key, in the words of the config itself."""
+    for argument in argv[1:]:
+        name = argument.lstrip("-").removeprefix("no").split("=")[0]
+        if name.startswith("config.") and name.removeprefix("config.") not in config_lib.FIELDS:
+            return config_lib.unknown_key(name.removeprefix("config."))
+    text = str(error).strip().strip("'\"")
+    return " ".join(text.split()) or type(error).__name__

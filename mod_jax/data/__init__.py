@@ -1,0 +1,1 @@
+"""Text in, batches out: sources of documents, tokenizers, and the pipeline between them."""

@@ -1,0 +1,358 @@
+"""Where text comes from: turns `data.source` into named documents in two splits.
+
+Vocabulary. A *document* is a pair (name, text as bytes). The *splits* are "train" and "validation"; whole documents are
+held out, by a hash of their name, so that one stays on its side whatever else is added or removed. The *identity* of a
+source is a string that changes whenever its documents may have: prepared corpora are cached under it.
+"""
+
+import dataclasses
+import functools
+import gzip
+import hashlib
+import json
+import os
+import pathlib
+import re
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from absl import logging
+
+from mod_jax.config import ConfigError, DataConfig
+
+SPLITS = ("train", "validation")
+MIN_STDLIB_FILES = 200
+STDLIB_EXCLUDED = ("test", "tests", "idlelib", "turtledemo", "lib2to3", "pydoc_data", "ensurepip", "encodings") + (
+    "site-packages", "dist-packages", "__pycache__"
+)  # fmt: skip
+
+Document = tuple[str, bytes]
+Files = list[tuple[str, pathlib.Path]]  # (name relative to the source's folder, path), sorted by name
+
+
+class DataError(RuntimeError):
+    """Data that cannot be used. The message names the source, the place in it, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Documents in two splits; `read(split)` yields them in a fixed order."""
+
+    name: str
+    identity: str
+    read: Callable[[str], Iterator[Document]]
+
+    def documents(self, split: str) -> Iterator[Document]:
+        """Yields the split's documents that hold any text; there is at least one.
+
+        Raises:
+          DataError: if there is none, or if a document cannot be read.
+        """
+        found = False
+        for name, text in self.read(split):
+            if text:
+                found = True
+                yield name, text
+        if not found:
+            raise DataError(f"{self.name}: no text in split {split!r}; about one document in ten is held out: add more")
+
+
+def load(data: DataConfig, directory: pathlib.Path) -> Source:
+    """Returns the source that `data.source` names; `directory` is where one that is built locally keeps its files.
+
+    Raises:
+      ConfigError: if the name is not of a known form.
+      DataError: if there is nothing to read.
+    """
+    kind, _, argument = data.source.partition(":")
+    if data.source == "python_stdlib":
+        return _python_stdlib(directory)
+    if data.source == "synthetic":
+        return Source("synthetic", f"synthetic {SYNTHETIC}", _read_synthetic)
+    if kind == "tfds" and argument:
+        return _tfds(argument, data.text_key)
+    if kind == "text" and argument:
+        return _text(data.source, _find_files(data.source, argument))
+    if kind == "jsonl" and argument:
+        return _jsonl(data.source, _find_files(data.source, argument, (".jsonl", ".jsonl.gz")), data.text_key)
+    raise ConfigError(
+        f"config.data.source = {data.source!r}: must be python_stdlib, synthetic, tfds:NAME, text:PATH or jsonl:PATH"
+    )
+
+
+def held_out(name: str) -> bool:
+    """Whether the document of this name belongs to the validation split (one in ten does)."""
+    return _name_hash(name) % 10 == 0
+
+
+def _name_hash(name: str) -> int:
+    return int.from_bytes(hashlib.md5(os.fsencode(name)).digest())
+
+
+# Python's own standard library: real code, on every machine, no download.
+
+
+def stdlib_files() -> Files:
+    """The .py files of the running interpreter's standard library, without tests, tables and vendored packages."""
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    files = _walk(root, lambda part: part in STDLIB_EXCLUDED, (".py",))
+    if len(files) < MIN_STDLIB_FILES:
+        raise DataError(
+            f"python_stdlib: {root} has {len(files)} .py files, need {MIN_STDLIB_FILES} (is this interpreter frozen or "
+            "zipped?); point data.source at a folder instead: text:PATH"
+        )
+    return files
+
+
+def stdlib_documents() -> Iterator[Document]:
+    """Yields every file of `stdlib_files` with LF line ends."""
+    for name, path in stdlib_files():
+        yield name, path.read_bytes().replace(b"\r\n", b"\n")
+
+
+def _python_stdlib(directory: pathlib.Path) -> Source:
+    digest = hashlib.sha256()
+    for name, text in stdlib_documents():  # two builds of one Python version differ, so the text is the identity
+        digest.update(f"{name} {len(text)}\n".encode() + text)
+
+    def read(split):
+        from mod_jax.data import python_stdlib  # imports tensorflow_datasets: seconds, spared when the corpus is cached
+
+        for example in python_stdlib.prepare(directory / f"python_stdlib-{digest.hexdigest()[:12]}", split):
+            yield example["path"].decode(), example["text"]
+
+    return Source("python_stdlib", f"python_stdlib {digest.hexdigest()}", read)
+
+
+# Synthetic text: needs no disk, and a small model learns it in minutes.
+
+SYNTHETIC = dict(seed=0, documents=1024, lines=32, line_length=64, letters=16, copied=0.3)
+
+
+def _read_synthetic(split: str) -> Iterator[Document]:
+    for i, text in enumerate(_synthetic_text(**SYNTHETIC)):
+        name = f"synthetic/{i:04d}"
+        if held_out(name) == (split == "validation"):
+            yield name, text
+
+
+def _synthetic_text(seed, documents, lines, line_length, letters, copied) -> list[bytes]:
+    """Lines of an order-2 Markov chain over `letters`, some of which repeat the line before.
+
+    The next letter depends on the last two (four successors each, likeliest first); a repeated line can be predicted
+    only by looking one line back. So counting, short-range and long-range attention each have something to find.
+    """
+    rng = np.random.default_rng(seed)
+    successors = np.stack([rng.permutation(letters)[:4] for _ in range(letters**2)])
+    choices = rng.choice(4, size=(line_length - 1, documents * lines), p=(0.7, 0.15, 0.1, 0.05))
+    chain = [*rng.integers(letters, size=(2, documents * lines))]
+    for choice in choices[2:]:
+        chain.append(successors[chain[-2] * letters + chain[-1], choice])
+    text = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz"[:letters], np.uint8)[np.stack(chain, axis=-1)]
+    text = text.reshape(documents, lines, line_length - 1)
+    for line in range(1, lines):
+        repeats = rng.random(documents) < copied
+        text[repeats, line] = text[repeats, line - 1]
+    newlines = np.full((documents, lines, 1), ord("\n"), np.uint8)
+    return [document.tobytes() for document in np.concatenate([text, newlines], axis=-1)]
+
+
+# Files: text:PATH and jsonl:PATH.
+
+
+def _find_files(source: str, path: str, suffixes: tuple[str, ...] = ("",)) -> Files:
+    """The file at `path`, or all files below it that end in one of `suffixes` and are not hidden, sorted by name."""
+    root = pathlib.Path(path).expanduser().absolute()
+    if root.is_file():
+        return [(root.name, root)]
+    if not root.is_dir():
+        raise DataError(f"{source}: {root} does not exist; data.source needs a file or a folder")
+    files = _walk(root, lambda part: part.startswith("."), suffixes)
+    if not files:
+        kind = " or ".join(suffix for suffix in suffixes if suffix) or "visible"
+        raise DataError(f"{source}: no {kind} file below {root}")
+    return files
+
+
+def _walk(root: pathlib.Path, skipped: Callable[[str], bool], suffixes: tuple[str, ...]) -> Files:
+    """Every file below `root` with one of the suffixes, unless it or a folder that it lies in is skipped by name."""
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not skipped(name)]
+        paths += [pathlib.Path(folder, name) for name in names if name.endswith(suffixes) and not skipped(name)]
+    return sorted((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
+
+
+def _files_identity(files: Files) -> str:
+    stats = [(name, str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for name, path in files]
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+
+
+def _has_split_folders(files: Files) -> bool:
+    """Whether there are files below train/ and below validation/: then these are the splits, and the rest is unused."""
+    return all(any(name.startswith(f"{split}/") for name, _ in files) for split in SPLITS)
+
+
+def _read_file(source: str, path: pathlib.Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{source}: cannot read {path}: {error.strerror}") from None
+
+
+def _text(source: str, files: Files) -> Source:
+    """One document per file. One file alone gives its last tenth for validation."""
+
+    @functools.cache
+    def texts() -> Files:
+        kept = [(name, path) for name, path in files if _is_text(_read_file(source, path))]
+        if len(kept) < len(files):
+            skipped = len(files) - len(kept)
+            logging.warning("%s: skipped %d of %d files: empty, or not UTF-8 text", source, skipped, len(files))
+        return kept
+
+    def read(split):
+        if _has_split_folders(files):
+            chosen = [(name, path) for name, path in texts() if name.startswith(f"{split}/")]
+        elif len(texts()) == 1:
+            [(name, path)] = texts()
+            yield name, _cut_at_nine_tenths(_read_file(source, path))[split == "validation"]
+            return
+        else:
+            held = _held_out_names([name for name, _ in texts()])
+            chosen = [(name, path) for name, path in texts() if (name in held) == (split == "validation")]
+        for name, path in chosen:
+            yield name, _read_file(source, path)
+
+    return Source(source, f"text {_files_identity(files)}", read)
+
+
+def _held_out_names(names: list[str]) -> set[str]:
+    held = {name for name in names if held_out(name)}
+    if names and len(held) in (0, len(names)):  # a handful of files: hold out exactly one
+        held = {min(names, key=_name_hash)}
+    return held
+
+
+def _cut_at_nine_tenths(text: bytes) -> tuple[bytes, bytes]:
+    cut = len(text) * 9 // 10
+    while cut < len(text) and text[cut] & 0xC0 == 0x80:  # inside a character
+        cut += 1
+    return text[:cut], text[cut:]
+
+
+def _is_text(text: bytes) -> bool:
+    try:
+        return bool(text.decode()) and b"\0" not in text
+    except UnicodeDecodeError:
+        return False
+
+
+def _jsonl(source: str, files: Files, text_key: str) -> Source:
+    """One document per line, an object whose field `text_key` is the text."""
+    split_by_folder = _has_split_folders(files)
+
+    def read(split):
+        for name, path in files:
+            if split_by_folder and not name.startswith(f"{split}/"):
+                continue
+            for number, line in enumerate(_read_lines(source, path), start=1):
+                document = f"{name}:{number}"
+                chosen = split_by_folder or held_out(document) == (split == "validation")
+                if chosen and line.strip():
+                    yield document, _json_text(f"{source}: {path}, line {number}", line, text_key)
+
+    return Source(source, f"jsonl {text_key} {_files_identity(files)}", read)
+
+
+def _read_lines(source: str, path: pathlib.Path) -> Iterator[bytes]:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            yield from lines
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{source}: cannot read {path}: {error}") from None
+
+
+def _json_text(place: str, line: bytes, text_key: str) -> bytes:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{place}: not JSON: {error}") from None
+    text = record.get(text_key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        found = f"fields {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        raise DataError(f"{place}: no string under data.text_key = {text_key!r}; found {found}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place}: not Unicode text: {error.reason}") from None
+
+
+# TFDS: only what already lies on disk, in a format that needs no TensorFlow.
+
+
+def _tfds(name: str, text_key: str) -> Source:
+    """`name` is NAME, NAME/CONFIG, NAME:VERSION or NAME/CONFIG:VERSION, prepared below TFDS_DATA_DIR."""
+    source = f"tfds:{name}"
+    directory = _prepared_directory(name)
+    prepared = _find_files(source, str(directory))
+
+    def read(split):
+        import tensorflow_datasets as tfds
+
+        builder = tfds.builder_from_directory(directory)
+        if "train" not in builder.info.splits:
+            raise DataError(f"{source}: no split 'train' in {directory}, only {sorted(builder.info.splits)}")
+        if text_key not in builder.info.features:
+            raise DataError(f"{source}: no field data.text_key = {text_key!r}; it has {sorted(builder.info.features)}")
+        own_split = "validation" in builder.info.splits
+        stored = split if own_split else "train"
+        try:
+            examples = builder.as_data_source(stored)
+        except (NotImplementedError, ValueError):
+            raise DataError(
+                f"{source}: {directory} is not in the array_record format, all that can be read without TensorFlow; "
+                f"remove it, then {_how_to_prepare(name)}"
+            ) from None
+        for i, example in enumerate(examples):
+            document = f"{stored}[{i}]"
+            if own_split or held_out(document) == (split == "validation"):
+                text = example[text_key]
+                if not isinstance(text, bytes | str):
+                    raise DataError(f"{source}: data.text_key = {text_key!r} holds {type(text).__name__}, not text")
+                yield document, text if isinstance(text, bytes) else text.encode()
+
+    return Source(source, f"tfds {text_key} {_files_identity(prepared)}", read)
+
+
+def _prepared_directory(name: str) -> pathlib.Path:
+    """The folder of the newest version of dataset `name` on disk."""
+    match = re.fullmatch(r"(\w+)(?:/([\w.+-]+))?(?::(\d+\.\d+\.\d+))?", name)
+    if not match:
+        raise ConfigError(f"config.data.source = 'tfds:{name}': must be tfds:NAME[/CONFIG][:VERSION]")
+    dataset, config, version = match.groups()
+    data_dir = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    if "://" in data_dir:
+        raise DataError(f"tfds:{name}: TFDS_DATA_DIR = {data_dir} is remote; copy the prepared dataset to a local disk")
+    root = pathlib.Path(data_dir).expanduser()
+    versions: dict[str, list[tuple[int, ...]]] = {}  # of each config ("" for none) that is on disk
+    for info in (root / dataset).glob("**/dataset_info.json"):
+        *found_config, found = info.parent.relative_to(root / dataset).parts or [""]
+        wanted = config in (None, "/".join(found_config)) and version in (None, found)
+        if wanted and len(found_config) <= 1 and re.fullmatch(r"\d+\.\d+\.\d+", found):
+            versions.setdefault("/".join(found_config), []).append(tuple(map(int, found.split("."))))
+    if not versions:
+        raise DataError(f"tfds:{name}: nothing prepared below {root / dataset}; {_how_to_prepare(name)}")
+    if len(versions) > 1:
+        raise DataError(f"tfds:{name}: several configs below {root / dataset}; name one of {sorted(versions)}")
+    [(found_config, found_versions)] = versions.items()
+    return root / dataset / found_config / ".".join(map(str, max(found_versions)))
+
+
+def _how_to_prepare(name: str) -> str:
+    return (
+        'where there is a network, with tensorflow installed, run: python -c "import tensorflow_datasets.text, '
+        f"tensorflow_datasets as tfds; tfds.builder('{name}', file_format='array_record').download_and_prepare()\""
+    )

@@ -1,0 +1,1 @@
+"""The model: layers, attention, blocks, decoder. Modules hold parameters and children only."""

@@ -1,0 +1,108 @@
+"""Attention masked by positions: one function for full, routed and cached tokens, and the module with its weights.
+
+Vocabulary: B rows, T query positions, S key slots, N query heads, K key/value heads, G = N / K query heads per key/value
+head, H head dim. Tokens carry their ORIGINAL position and segment wherever they sit, so a routed block attends over its
+C gathered tokens exactly as a full block with the other keys masked.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mod_jax.config import ModelConfig
+from mod_jax.models.layers import RMSNorm, dense, normal, param, rotate
+
+MIN_CHUNK = 128
+MAX_CHUNKS = 8
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    q_positions_BT: jax.Array,
+    kv_positions_BS: jax.Array,
+    q_segments_BT: jax.Array,
+    kv_segments_BS: jax.Array,
+    *,
+    same_tokens: bool = False,
+) -> jax.Array:
+    """Softmax attention; key s is allowed for query t iff 0 <= kv_position <= q_position and both share a segment > 0.
+
+    A query with no allowed key gets 0. Position -1 or segment 0 mark an empty key slot. Logits and softmax are float32.
+
+    Args:
+      same_tokens: queries and keys are the same tokens in the same, increasing order. Then the keys after a chunk of
+        queries are skipped, not masked, which saves close to half of the work.
+
+    Returns:
+      [B, T, N, H] in the dtype of q.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BKSH.shape[1]
+    q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+
+    def chunk(start: int, stop: int, num_keys: int) -> jax.Array:
+        q_pos = q_positions_BT[:, start:stop, None]
+        kv_pos = kv_positions_BS[:, None, :num_keys]
+        q_seg, kv_seg = q_segments_BT[:, start:stop, None], kv_segments_BS[:, None, :num_keys]
+        allowed_BTS = (kv_pos >= 0) & (kv_pos <= q_pos) & (q_seg == kv_seg) & (kv_seg > 0)
+        allowed = allowed_BTS[:, None, None]
+        logits_BKGTS = jnp.einsum(
+            "BKGTH,BKSH->BKGTS",
+            q_BKGTH[..., start:stop, :],
+            k_BKSH[:, :, :num_keys],
+            preferred_element_type=jnp.float32,
+        )
+        logits_BKGTS = jnp.where(allowed, logits_BKGTS, -1e30)
+        largest = jax.lax.stop_gradient(jnp.max(logits_BKGTS, axis=-1, keepdims=True))
+        weights_BKGTS = jnp.where(allowed, jnp.exp(logits_BKGTS - largest), 0.0)
+        out_BKGTH = jnp.einsum(
+            "BKGTS,BKSH->BKGTH",
+            weights_BKGTS.astype(v_BKSH.dtype),
+            v_BKSH[:, :, :num_keys],
+            preferred_element_type=jnp.float32,
+        )
+        # Dividing the [T, H] result is cheaper than dividing the [T, S] weights.
+        total = jnp.sum(weights_BKGTS, axis=-1)[..., None]
+        return (out_BKGTH / jnp.maximum(total, 1e-30)).astype(q_BTNH.dtype)
+
+    if same_tokens:
+        size = max(MIN_CHUNK, -(-T // MAX_CHUNKS))
+        starts = range(0, T, size)
+        out_BKGTH = jnp.concatenate([chunk(s, min(s + size, T), min(s + size, T)) for s in starts], axis=-2)
+    else:
+        out_BKGTH = chunk(0, T, k_BKSH.shape[2])
+    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with rotary positions and grouped key/value heads. q, k, v are separate weights."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        D, N, K, H = config.width, config.num_heads, config.num_kv_heads, config.head_dim
+        self.q_DNH = param(rngs, (D, N, H), ("embed", "heads", None), normal(D**-0.5))
+        self.k_DKH = param(rngs, (D, K, H), ("embed", "kv_heads", None), normal(D**-0.5))
+        self.v_DKH = param(rngs, (D, K, H), ("embed", "kv_heads", None), normal(D**-0.5))
+        self.o_NHD = param(rngs, (N, H, D), ("heads", None, "embed"), normal((2 * config.depth * N * H) ** -0.5))
+        self.q_norm = RMSNorm(H, rngs) if config.qk_norm else None
+        self.k_norm = RMSNorm(H, rngs) if config.qk_norm else None
+        self.rope_base = config.rope_base
+
+    def project(self, x_BTD: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, T, N, H], keys and values [B, K, T, H] (the cache's layout), rotated by `positions_BT`."""
+        q, k, v = (dense(x_BTD, w[...]) for w in (self.q_DNH, self.k_DKH, self.v_DKH))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, positions_BT, self.rope_base), rotate(k, positions_BT, self.rope_base)
+        return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+    def combine(self, out_BTNH: jax.Array) -> jax.Array:
+        """Output projection, [B, T, N, H] -> [B, T, D]."""
+        B, T, N, H = out_BTNH.shape
+        return dense(out_BTNH.reshape(B, T, N * H), self.o_NHD[...].reshape(N * H, -1))
+
+    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+        q, k, v = self.project(x_BTD, positions_BT)
+        out = attend(q, k, v, positions_BT, positions_BT, segments_BT, segments_BT, same_tokens=True)
+        return self.combine(out)

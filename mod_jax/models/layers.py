@@ -1,0 +1,138 @@
+"""The small parts: how a parameter is declared and sharded, dense products, RMSNorm, rotary angles, embedder, MLP.
+
+Vocabulary: B rows, T positions, D model width, F MLP hidden, N heads, H head dim, V vocabulary. A *logical axis* names
+the meaning of one dimension of an array ("embed", "heads"); `ShardingRules` says which mesh axis, if any, it is split
+over. Parameters are float32; modules compute in the dtype of their input.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingRules:
+    """Logical axis -> mesh axes. None: not split. The positions of a row are never split: the router ranks them."""
+
+    batch: tuple[str, ...] | None = ("data", "fsdp")
+    vocab: str | None = "tensor"
+    embed: str | None = "fsdp"
+    heads: str | None = "tensor"
+    kv_heads: str | None = "tensor"
+    mlp: str | None = "tensor"
+    layers: str | None = None
+
+    def spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...], mesh_shape: dict[str, int]) -> PartitionSpec:
+        """Mesh axes of an array with these logical axes. A vocabulary that does not divide evenly stays whole."""
+        entries = [None if axis is None else getattr(self, axis) for axis in axes]
+        for i, axis in enumerate(axes):
+            if axis == "vocab" and entries[i] is not None and shape[i] % mesh_shape[entries[i]]:
+                entries[i] = None
+        return PartitionSpec(*entries)
+
+
+RULES = ShardingRules()
+
+Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
+
+
+def normal(std: float) -> Initializer:
+    return jax.nn.initializers.normal(std)
+
+
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init: Initializer) -> nnx.Param:
+    """Declares one float32 parameter. `axes` names the meaning of each dimension (see `ShardingRules`)."""
+    if len(shape) != len(axes):
+        raise ValueError(f"shape {shape} and axes {axes} differ in length")
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), out_sharding=axes, eager_sharding=False)
+
+
+def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """Fixes how an activation is laid out over the current mesh; does nothing without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, RULES.spec(axes, x.shape, dict(mesh.shape)))
+
+
+def dense(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x[..., D] times weight[D, ...], in the dtype of x.
+
+    All leading dimensions are flattened into one: XLA's CPU backward of the 2-D product is 1.3x faster than of the
+    3-D one, which is 17-19 % of a training step.
+    """
+    product = x.reshape(-1, x.shape[-1]) @ weight.astype(x.dtype).reshape(weight.shape[0], -1)
+    return product.reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def rms_normalise(x: jax.Array) -> jax.Array:
+    """x / rms(x) over the last axis, computed in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, base: float) -> jax.Array:
+    """Rotary position encoding (Su et al. 2021) by ORIGINAL positions, whatever slots the tokens sit in."""
+    half = x_BTNH.shape[-1] // 2
+    frequencies_H = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles_BT1H = positions_BT[..., None, None].astype(jnp.float32) * frequencies_H[None, None, None]
+    sin, cos = jnp.sin(angles_BT1H), jnp.cos(angles_BT1H)
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """RMS normalisation with a learned scale."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.scale_D = param(rngs, (width,), (None,), jax.nn.initializers.ones)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return (rms_normalise(x) * jnp.expand_dims(self.scale_D[...], range(x.ndim - 1))).astype(x.dtype)
+
+
+class Embedder(nnx.Module):
+    """Token table and logits. With `tie` the table serves both."""
+
+    def __init__(self, vocab_size: int, width: int, tie: bool, rngs: nnx.Rngs):
+        self.table_VD = param(rngs, (vocab_size, width), ("vocab", "embed"), normal(width**-0.5))
+        if not tie:
+            self.unembed_DV = param(rngs, (width, vocab_size), ("embed", "vocab"), normal(width**-0.5))
+        self.tie = tie
+
+    def embed(self, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """[B, T] ids -> [B, T, D]. Ids must be in the vocabulary (checked on the host)."""
+        # Without this constraint the partitioner moves the table over the data axes.
+        table_VD = constrain(self.table_VD[...].astype(dtype), ("vocab", None))
+        x_BTD = table_VD.at[tokens_BT].get(mode="promise_in_bounds")
+        # Entries of order 1 from a table of order D^-0.5: Adam then moves embeddings as fast as everything else.
+        return constrain(x_BTD * table_VD.shape[1] ** 0.5, ("batch", None, None))
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] -> float32 [B, T, V]."""
+        weight_DV = self.table_VD[...].T if self.tie else self.unembed_DV[...]
+        weight_DV = constrain(weight_DV.astype(x_BTD.dtype), (None, "vocab"))
+        return constrain(dense(x_BTD, weight_DV).astype(jnp.float32), ("batch", None, "vocab"))
+
+
+ACTIVATIONS = {
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+}
+
+
+class MLP(nnx.Module):
+    """Two dense products around a pointwise non-linearity."""
+
+    def __init__(self, width: int, hidden: int, activation: str, depth: int, rngs: nnx.Rngs):
+        self.up_DF = param(rngs, (width, hidden), ("embed", "mlp"), normal(width**-0.5))
+        self.down_FD = param(rngs, (hidden, width), ("mlp", "embed"), normal((2 * depth * hidden) ** -0.5))
+        self.activation = activation
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return dense(ACTIVATIONS[self.activation](dense(x_BTD, self.up_DF[...])), self.down_FD[...])

@@ -1,0 +1,1 @@
+"""Sizes: device meshes and shardings, FLOP counts, run lengths."""

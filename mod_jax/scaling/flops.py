@@ -1,0 +1,96 @@
+"""FLOPs counted from the structure of the model, with every convention an explicit switch.
+
+A multiply-add is 2 FLOPs. Counted: every matrix product, attention logits and values, router and predictor. Not counted:
+norms, softmax, rotary angles, activations, gather and scatter, the embedding look-up, the optimizer (together about
+1.5 % of what XLA counts). Vocabulary: T row length, C slots of a routed block, D width, F MLP hidden, N query and K
+key/value heads of size H, V vocabulary, P predictor hidden.
+
+Conventions, by default the paper's: attention is counted in full, T * T, and a routed block costs what C tokens cost,
+C * C. The backward pass costs twice the forward pass, except below a stop-gradient.
+"""
+
+import dataclasses
+import math
+
+from mod_jax import routing
+from mod_jax.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs of one sequence, by part."""
+
+    linear: float  # q, k, v, o and the MLP
+    attention: float  # logits and weighted values
+    router: float
+    predictor: float
+    unembed: float
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.attention + self.router + self.predictor + self.unembed
+
+
+def block_flops(config: Config, num_tokens: float, causal_half: bool = False) -> tuple[float, float]:
+    """(linear, attention) FLOPs of one block on `num_tokens` tokens, forward.
+
+    With F = 4 D and full heads this is 24 * n * D^2 and 4 * n^2 * D.
+    """
+    m = config.model
+    projections = m.width * m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads)
+    linear = 2 * num_tokens * (projections + 2 * m.width * m.mlp_dim)
+    pairs = num_tokens * (num_tokens + 1) / 2 if causal_half else num_tokens**2
+    return linear, 4 * pairs * m.num_heads * m.head_dim
+
+
+def forward_flops(
+    config: Config,
+    vocab_size: int,
+    seq_len: int | None = None,
+    *,
+    causal_half: bool = False,
+    unembed: bool = True,
+    predictor: bool = True,
+    realised_capacity: tuple[float, ...] | None = None,
+) -> Flops:
+    """Forward FLOPs of one row of `seq_len` tokens (default `data.seq_len`).
+
+    Args:
+      causal_half: count only the pairs that the causal mask allows, n (n + 1) / 2 in place of n^2.
+      unembed: include the product that gives the logits.
+      predictor: include the predictors.
+      realised_capacity: fraction of tokens that each routed block really computed on, under a causal selection;
+        default: the static count that top-k keeps.
+    """
+    T = seq_len or config.data.seq_len
+    D = config.model.width
+    realised = iter(realised_capacity) if realised_capacity is not None else None
+    linear = attention = router = predicted = 0.0
+    for block in config.blocks:
+        tokens = T
+        if block.kind == "R":
+            tokens = routing.tokens_kept(T, block.capacity) if realised is None else next(realised) * T
+            router += 2 * T * D if config.routing.score != "stochastic" else 0
+            if config.routing.predictor and predictor:
+                hidden = max(32, D // 4)
+                predicted += 2 * T * hidden * (D + 1)
+        block_linear, block_attention = block_flops(config, tokens, causal_half)
+        linear, attention = linear + block_linear, attention + block_attention
+    return Flops(linear, attention, router, predicted, 2 * T * D * vocab_size if unembed else 0.0)
+
+
+def train_flops(config: Config, vocab_size: int, **switches) -> float:
+    """Training FLOPs of one row: 3 x forward; 2 x for the predictor, whose input takes no gradient."""
+    forward = forward_flops(config, vocab_size, **switches)
+    return 3 * forward.total - forward.predictor
+
+
+def train_steps(config: Config, vocab_size: int) -> int:
+    """Length of the run in optimizer steps, from whichever of steps, tokens and flops is given (nearest step, >= 1)."""
+    train = config.train
+    if train.steps:
+        return train.steps
+    tokens_per_step = train.batch_size * config.data.seq_len
+    if train.tokens:
+        return max(1, math.floor(train.tokens / tokens_per_step + 0.5))
+    return max(1, math.floor(train.flops / (train.batch_size * train_flops(config, vocab_size)) + 0.5))

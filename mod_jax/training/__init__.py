@@ -1,0 +1,1 @@
+"""Training: losses, optimizer, the train step, the loop, evaluation, checkpoints, metrics."""

@@ -1,0 +1,312 @@
+"""The training loop, which reads as a table of contents, and what frames it: prepare, resume, save.
+
+Layout of a workdir: config.json, metrics.jsonl, checkpoints/<step>/, report/*.png, tensorboard/ if asked for. Rerunning
+the same command resumes; a finished run is only reported again.
+"""
+
+import dataclasses
+import enum
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import time
+from typing import Any
+
+import flax
+import jax
+from absl import logging
+
+import mod_jax
+from mod_jax import config as config_lib
+from mod_jax.config import Config, ConfigError
+from mod_jax.data import pipeline
+from mod_jax.scaling import flops, sharding
+from mod_jax.training import checkpoint
+from mod_jax.training.checkpoint import Checkpointer, ResumeRefused
+from mod_jax.training.evaluate import Evaluator
+from mod_jax.training.metrics import MetricWriter, read_metrics
+from mod_jax.training.optimizer import make_optimizer
+from mod_jax.training.preemption import PreemptionGuard
+from mod_jax.training.step import MODEL_INPUTS, Model, TrainState, init_state, make_model, make_train_step
+from mod_jax.training.watch import Watch
+
+
+class Outcome(enum.Enum):
+    """How a call of `train` ended without an error."""
+
+    DONE = "done"
+    PREEMPTED = "preempted"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Everything that is fixed before the first step. `abstract_state` carries shapes, dtypes and shardings."""
+
+    config: Config
+    workdir: pathlib.Path
+    corpus: pipeline.Corpus
+    mesh: jax.sharding.Mesh
+    model: Model
+    abstract_state: TrainState
+    num_steps: int
+    tokens_per_step: int
+    flops_per_step: float
+
+
+def train(config: Config, workdir: str | os.PathLike, *, extend: bool = False) -> Outcome:
+    """Trains to the end of the run, or until preempted; resumes from the newest good checkpoint in `workdir`.
+
+    Args:
+      extend: allow a run length that differs from the checkpoint's (the learning-rate schedule changes with it).
+
+    Raises:
+      ConfigError, DataError, StorageError, CheckpointMismatch, ResumeRefused, NumericsError, CausalityError: see there.
+    """
+    with PreemptionGuard() as guard:
+        run = prepare_run(config, workdir)
+        with jax.set_mesh(run.mesh), Checkpointer(run.workdir / "checkpoints", keep=config.train.keep) as checkpointer:
+            checkpointer.check_space(run.abstract_state)
+            state = restore_or_init(run, checkpointer, extend)
+            write_config(run)
+            step = int(state.step)
+            watch = open_watch(run, step)
+            evaluator = Evaluator(config, run.model, run.mesh, run.corpus)
+            if step and eval_is_due(run, step) and not has_eval(run, step):  # preempted between step and evaluation
+                watch.evaluate(step, evaluator, state)
+
+            if step < run.num_steps:
+                train_step = compile_step(run)
+                batches = open_batches(run, step)
+            while step < run.num_steps:
+                state, metrics = train_step(state, put_batch(run, next(batches)))
+                step += 1
+                watch.after_step(step, metrics)
+                stop = guard.requested(step)
+                evals = watch.evaluate(step, evaluator, state) if eval_is_due(run, step) and not stop else None
+                if save_is_due(run, step) or stop:
+                    watch.flush()  # raises after too many bad steps: then nothing is saved
+                    with watch.pause():
+                        checkpointer.save(step, state, metadata(run), evals)
+                if stop:
+                    checkpointer.wait()
+                    watch.close()
+                    watch.say(f"PREEMPTED at step {step} of {run.num_steps}: saved; the same command resumes")
+                    return Outcome.PREEMPTED
+            checkpointer.wait()
+            watch.finish(evaluator, state, run.workdir)
+            watch.close()
+            return Outcome.DONE
+
+
+def dry_run(config: Config, workdir: str | os.PathLike) -> None:
+    """Prepares everything, compiles the step, says what it would cost, and trains nothing."""
+    run = prepare_run(config, workdir)
+    with jax.set_mesh(run.mesh):
+        compile_step(run)
+    print("DRY RUN: nothing was trained or saved")
+
+
+def prepare_run(config: Config, workdir: str | os.PathLike) -> Run:
+    """Opens the data, checks what needs data or devices to check, and describes the run on stdout."""
+    corpus = pipeline.prepare(config.data)
+    vocab_size = vocabulary(config, corpus)
+    mesh = sharding.make_mesh(config)
+    model = make_model(config, vocab_size)
+    run = Run(
+        config=config,
+        workdir=pathlib.Path(workdir).expanduser().absolute(),
+        corpus=corpus,
+        mesh=mesh,
+        model=model,
+        abstract_state=abstract_state(config, model, mesh),
+        num_steps=flops.train_steps(config, vocab_size),
+        tokens_per_step=config.train.batch_size * config.data.seq_len,
+        flops_per_step=config.train.batch_size * flops.train_flops(config, vocab_size),
+    )
+    if jax.process_index() == 0:
+        print(describe(run), flush=True)
+    return run
+
+
+def vocabulary(config: Config, corpus: pipeline.Corpus) -> int:
+    """Rows of the embedding table: the tokenizer's ids, or as many as the config asks for, if they suffice."""
+    needed = corpus.tokenizer.vocab_size
+    if config.model.vocab_size and config.model.vocab_size < needed:
+        raise ConfigError(
+            f"config.model.vocab_size = {config.model.vocab_size}: must be 0 (the tokenizer's) or >= {needed}, "
+            f"the vocabulary of {corpus.tokenizer.name}"
+        )
+    return config.model.vocab_size or needed
+
+
+def abstract_state(config: Config, model: Model, mesh: jax.sharding.Mesh) -> TrainState:
+    """The train state as ShapeDtypeStructs, each with its sharding."""
+    shapes = jax.eval_shape(lambda: init_state(config, model))
+    params = sharding.param_shardings(mesh, model.logical_specs, shapes.params)
+    everywhere = sharding.replicated(mesh)
+    shardings = TrainState(
+        step=everywhere,
+        params=params,
+        opt_state=sharding.opt_state_shardings(mesh, make_optimizer(config.optimizer), shapes.opt_state, params),
+        cutoffs_L=everywhere,
+        bad_steps=everywhere,
+    )
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def restore_or_init(run: Run, checkpointer: Checkpointer, extend: bool) -> TrainState:
+    """The newest good checkpoint of this very run, or a fresh state; says loudly which."""
+    saved = checkpointer.read_metadata()
+    if saved is None:
+        say(f"FRESH RUN: no checkpoint in {run.workdir / 'checkpoints'}")
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state)
+        return jax.jit(lambda: init_state(run.config, run.model), out_shardings=shardings)()
+    try:
+        saved_config = config_lib.from_flat_dict(saved["config"])
+    except ConfigError as error:
+        raise ResumeRefused(f"the checkpoint was written by mod_jax {saved['mod_jax']}: {error}") from error
+    checkpoint.check_same_run(saved_config, run.config, saved["corpus_digest"], run.corpus.digest, extend)
+    restored = checkpointer.restore(run.abstract_state)
+    say(f"RESUMED step {restored.step} of {run.num_steps} from {run.workdir / 'checkpoints'}")
+    return restored.state
+
+
+def compile_step(run: Run) -> jax.stages.Compiled:
+    """Compiles the train step ahead of time: once per run, and batches of another shape are refused, not recompiled."""
+    start = time.perf_counter()
+    step = jax.jit(make_train_step(run.config, run.model, run.num_steps), donate_argnums=0)
+    shape = (run.config.train.batch_size, run.config.data.seq_len)
+    batch_sharding = sharding.batch_sharding(run.mesh)
+    batch = {name: jax.ShapeDtypeStruct(shape, "int32", sharding=batch_sharding) for name in MODEL_INPUTS}
+    compiled = step.lower(run.abstract_state, batch).compile()
+    memory = compiled.memory_analysis()
+    needed = (
+        f"{(memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**20:,.0f} MiB per device" if memory else "?"
+    )
+    say(f"compiled the train step in {time.perf_counter() - start:.1f} s; memory {needed}")
+    return compiled
+
+
+def open_batches(run: Run, step: int):
+    """The training stream from `step` on: this process's rows of each global batch."""
+    return pipeline.train_batches(
+        run.corpus,
+        seq_len=run.config.data.seq_len,
+        batch_size=run.config.train.batch_size,
+        seed=run.config.seed,
+        start_step=step,
+        rows=sharding.local_rows(run.mesh, run.config.train.batch_size),
+        workers=run.config.data.workers,
+    )
+
+
+def put_batch(run: Run, batch: pipeline.Batch) -> dict[str, jax.Array]:
+    model_inputs = {name: batch[name] for name in MODEL_INPUTS}
+    return sharding.put_batch(run.mesh, model_inputs, run.config.train.batch_size)
+
+
+def open_watch(run: Run, step: int) -> Watch:
+    writer = MetricWriter(run.workdir, run.config.train.tracker, config_lib.to_flat_dict(run.config))
+    writer.truncate_after(step)
+    return Watch(
+        run.config,
+        writer,
+        first_step=step,
+        num_steps=run.num_steps,
+        tokens_per_step=run.tokens_per_step,
+        flops_per_step=run.flops_per_step,
+        devices=list(run.mesh.devices.flat),
+        digest=run.corpus.digest[:12],
+    )
+
+
+def eval_is_due(run: Run, step: int) -> bool:
+    return _is_due(step, run.config.train.eval_every, run.num_steps)
+
+
+def save_is_due(run: Run, step: int) -> bool:
+    return _is_due(step, run.config.train.save_every, run.num_steps)
+
+
+def _is_due(step: int, every: int, last_step: int) -> bool:
+    return step >= last_step or (every > 0 and step % every == 0)
+
+
+def has_eval(run: Run, step: int) -> bool:
+    rows = read_metrics(run.workdir / "metrics.jsonl")
+    return any(row["step"] == step and "eval/topk_loss" in row for row in rows)
+
+
+def metadata(run: Run) -> dict[str, Any]:
+    """What a checkpoint, and config.json, know about their run."""
+    return {
+        "config": config_lib.to_flat_dict(run.config),
+        "fingerprint": config_lib.fingerprint(run.config),
+        "num_steps": run.num_steps,
+        "corpus": pipeline.describe(run.corpus),
+        "corpus_digest": run.corpus.digest,
+        "mod_jax": mod_jax.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+def commit() -> str:
+    """The checked-out commit of the source, "-dirty" if it was edited; "unknown" outside a checkout."""
+    here = pathlib.Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def write_config(run: Run) -> None:
+    """Writes config.json: the whole config, its difference from the default, and where it ran."""
+    if jax.process_index() != 0:
+        return
+    contents = metadata(run) | {"changed_from_default": changed_from_default(run.config)}
+    run.workdir.mkdir(parents=True, exist_ok=True)
+    scratch = run.workdir / "config.json.tmp"
+    scratch.write_text(json.dumps(contents, indent=2) + "\n")
+    scratch.replace(run.workdir / "config.json")
+
+
+def changed_from_default(config: Config) -> dict[str, Any]:
+    flat = config_lib.to_flat_dict(config)
+    return {name: value for name, value in flat.items() if value != config_lib.FIELDS[name].default}
+
+
+def describe(run: Run) -> str:
+    """The run in a few lines: config, data, size, cost, devices."""
+    params = run.abstract_state.params
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    embedding = sum(leaf.size for leaf in jax.tree.leaves(params["embedder"]))
+    total_tokens, epoch = run.num_steps * run.tokens_per_step, run.corpus.train_tokens.size
+    per_token = run.flops_per_step / run.tokens_per_step
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_state))
+    changed = ", ".join(f"{name}={value}" for name, value in changed_from_default(run.config).items())
+    mesh = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
+    return "\n".join(
+        [
+            f"config   {config_lib.fingerprint(run.config)}: {changed}",
+            f"data     {pipeline.describe(run.corpus)}",
+            f"model    {''.join(b.kind for b in run.config.blocks)}, {count:,} parameters ({embedding:,} in embeddings); "
+            f"parameters and optimizer {state_bytes / 2**20:,.1f} MiB over all devices",
+            f"run      {run.num_steps:,} steps, {total_tokens:,} tokens ({total_tokens / epoch:.2f} epochs), "
+            f"{run.num_steps * run.flops_per_step:.3g} training FLOPs ({per_token:.3g} per token)",
+            f"devices  {run.mesh.size} of {jax.device_count()} x {jax.devices()[0].device_kind} ({mesh}), "
+            f"{jax.process_count()} process(es), jax {jax.__version__}",
+        ]
+    )
+
+
+def say(text: str) -> None:
+    """One line on stdout, from process 0."""
+    if jax.process_index() == 0:
+        print(text, flush=True)

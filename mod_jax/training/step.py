@@ -1,0 +1,214 @@
+"""The pure training step: (state, batch) -> (state, metrics), and how a state begins.
+
+Randomness is `fold_in(seed, step)`; the learning rate is a function of the step. A step whose loss, gradient or router
+scores are not finite changes nothing but the step count and the count of bad steps. Vocabulary: B rows, T positions,
+L routed blocks.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from mod_jax.config import Config
+from mod_jax.models.decoder import Decoder, ModelOutput
+from mod_jax.training.losses import LossSums, loss_sums, objective
+from mod_jax.training.optimizer import make_optimizer, make_schedule
+
+MODEL_INPUTS = ("tokens_BT", "targets_BT", "positions_BT", "segment_ids_BT")
+INIT_STREAM, ROUTING_STREAM = 0, 1
+
+
+class TrainState(NamedTuple):
+    """Everything that a checkpoint holds. `cutoffs_L` averages each routed block's smallest selected score."""
+
+    step: jax.Array
+    params: dict[str, Any]
+    opt_state: optax.OptState
+    cutoffs_L: jax.Array
+    bad_steps: jax.Array  # consecutive non-finite steps
+
+
+class StepSums(NamedTuple):
+    """What micro-batches add up."""
+
+    losses: LossSums
+    selected_L: jax.Array
+    update_square_L: jax.Array
+    residual_square_L: jax.Array
+    gate_L: jax.Array  # over selected tokens
+    cutoff_L: jax.Array  # over rows
+    rows: jax.Array
+    finite: jax.Array  # number of micro-batches with finite router scores
+
+
+class Model(NamedTuple):
+    """A decoder without its parameters: apply with `run`, place with `logical_specs`."""
+
+    graphdef: Any
+    abstract_params: dict[str, Any]
+    logical_specs: dict[str, Any]
+    init: Any
+
+    def run(self, params: dict[str, Any], *args, **kwargs) -> ModelOutput:
+        return nnx.merge(self.graphdef, nnx.State(params))(*args, **kwargs)
+
+
+def make_model(config: Config, vocab_size: int) -> Model:
+    """Describes the model without allocating it; `init()` makes the parameters as a pure nested dict."""
+
+    def build() -> Decoder:
+        key = jax.random.fold_in(jax.random.key(config.seed), INIT_STREAM)
+        return Decoder(config, vocab_size, nnx.Rngs(params=key))
+
+    graphdef, abstract = nnx.split(nnx.eval_shape(build), nnx.Param)
+    return Model(
+        graphdef,
+        nnx.to_pure_dict(abstract),
+        nnx.to_pure_dict(nnx.get_partition_spec(abstract)),
+        lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param)),
+    )
+
+
+def init_state(config: Config, model: Model) -> TrainState:
+    """The state before the first step. Jit it with output shardings, so that every leaf is a global array."""
+    params = model.init()
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=make_optimizer(config.optimizer).init(params),
+        cutoffs_L=jnp.zeros(config.num_routed, jnp.float32),
+        bad_steps=jnp.zeros((), jnp.int32),
+    )
+
+
+def routing_keys(config: Config, step: jax.Array | int, num_rows: int) -> jax.Array | None:
+    """One random key per row of the global batch, for stochastic routing only."""
+    if config.routing.score != "stochastic":
+        return None
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), ROUTING_STREAM), step)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_rows))
+
+
+def make_train_step(config: Config, model: Model, num_steps: int):
+    """Returns the pure function (state, batch) -> (state, metrics), to be jitted once with the state donated.
+
+    `batch` holds int32 [B, T] arrays tokens_BT, targets_BT, positions_BT, segment_ids_BT. Metrics are float32 scalars,
+    and [L] arrays for what is counted per routed block.
+    """
+    optimizer, schedule = make_optimizer(config.optimizer), make_schedule(config.optimizer, num_steps)
+    num_micro = config.train.accumulation
+
+    def micro_loss(params, batch, num_tokens):
+        output = model.run(
+            params,
+            batch["tokens_BT"],
+            batch["positions_BT"],
+            batch["segment_ids_BT"],
+            row_keys_B=batch["keys_B"],
+        )
+        losses = loss_sums(output, batch["targets_BT"], batch["segment_ids_BT"])
+        return objective(losses, num_tokens, config), _step_sums(config, losses, output)
+
+    def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+        batch = dict(batch, keys_B=routing_keys(config, state.step, batch["tokens_BT"].shape[0]))
+        num_tokens = jnp.maximum(1, jnp.sum(batch["segment_ids_BT"] > 0)).astype(jnp.float32)
+
+        grad_fn = jax.value_and_grad(micro_loss, has_aux=True)
+        if num_micro == 1:
+            (loss, sums), grads = grad_fn(state.params, batch, num_tokens)
+        else:
+
+            def accumulate(total, micro):
+                return jax.tree.map(jnp.add, total, grad_fn(state.params, micro, num_tokens)), None
+
+            # Micro-batch i takes rows i, i + A, ...: every device keeps its own rows.
+            micros = jax.tree.map(lambda x: x.reshape(-1, num_micro, *x.shape[1:]).swapaxes(0, 1), batch)
+            first = jax.tree.map(lambda x: x[0], micros)
+            zeros = jax.tree.map(
+                lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(grad_fn, state.params, first, num_tokens)
+            )
+            ((loss, sums), grads), _ = jax.lax.scan(accumulate, zeros, micros)
+
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (sums.finite == num_micro)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        rate = schedule(state.step)
+        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        cutoffs_L = _moving_average(
+            state.cutoffs_L, sums.cutoff_L / jnp.maximum(sums.rows, 1.0), state.step, config.routing.cutoff_decay
+        )
+
+        def keep(new, old):
+            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+        state = TrainState(
+            step=state.step + 1,
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            cutoffs_L=keep(cutoffs_L, state.cutoffs_L),
+            bad_steps=jnp.where(finite, 0, state.bad_steps + 1),
+        )
+        return state, _metrics(
+            config,
+            sums,
+            num_tokens,
+            loss=loss,
+            grad_norm=grad_norm,
+            rate=rate,
+            finite=finite,
+            bad_steps=state.bad_steps,
+        )
+
+    return train_step
+
+
+def _step_sums(config: Config, losses: LossSums, output: ModelOutput) -> StepSums:
+    routing = output.routing
+    if routing is None:
+        none_L = jnp.zeros(0)
+        return StepSums(losses, none_L, none_L, none_L, none_L, none_L, jnp.ones(()), jnp.ones(()))
+    has_selected_LB = jnp.isfinite(routing.cutoff_B)
+    return StepSums(
+        losses=losses,
+        selected_L=jnp.sum(routing.selected_BT, axis=(1, 2), dtype=jnp.float32),
+        update_square_L=routing.update_square_sum,
+        residual_square_L=routing.residual_square_sum,
+        gate_L=jnp.sum(jnp.where(routing.selected_BT, routing.gate_BT, 0.0), axis=(1, 2)),
+        cutoff_L=jnp.sum(jnp.where(has_selected_LB, routing.cutoff_B, 0.0), axis=1),
+        rows=jnp.sum(has_selected_LB[0], dtype=jnp.float32),
+        finite=jnp.all(jnp.isfinite(routing.router_logits_BT)).astype(jnp.float32),
+    )
+
+
+def _moving_average(old: jax.Array, new: jax.Array, step: jax.Array, decay: float) -> jax.Array:
+    """Exponential moving average that starts at the first value and forgets its first, untrained values sooner."""
+    step = step.astype(jnp.float32)
+    decay = jnp.minimum(decay, step / (step + 10.0))
+    return decay * old + (1.0 - decay) * new
+
+
+def _metrics(
+    config: Config, sums: StepSums, num_tokens, *, loss, grad_norm, rate, finite, bad_steps
+) -> dict[str, jax.Array]:
+    metrics = {
+        "train/loss": sums.losses.cross_entropy / num_tokens,
+        "train/objective": loss,
+        "train/learning_rate": rate,
+        "train/grad_norm": grad_norm,
+        "train/finite": finite.astype(jnp.float32),
+        "train/bad_steps": bad_steps,
+    }
+    if config.num_routed:
+        selected_L = jnp.maximum(sums.selected_L, 1.0)
+        metrics |= {
+            "routing/topk_fraction": sums.selected_L / num_tokens,
+            "routing/update_ratio": jnp.sqrt(sums.update_square_L / jnp.maximum(sums.residual_square_L, 1e-30)),
+            "routing/gate_mean": sums.gate_L / selected_L,
+        }
+        if config.routing.predictor:
+            metrics["train/predictor_loss"] = sums.losses.predictor / num_tokens / config.num_routed
+        metrics["train/aux_loss"] = sums.losses.aux / num_tokens / config.num_routed
+    return metrics

@@ -1,0 +1,148 @@
+"""What a person sees of a run: log lines, metric rows, evaluations, warnings, the closing summary and the report."""
+
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from mod_jax.analysis.report import write_report
+from mod_jax.analysis.routing_stats import HEALTHY_UPDATE_RATIO, block_name
+from mod_jax.config import Config
+from mod_jax.training.evaluate import Evaluator
+from mod_jax.training.metrics import Console, MetricWriter, Throughput, peak_of_devices, read_metrics
+from mod_jax.training.step import TrainState
+
+
+class NumericsError(RuntimeError):
+    """Too many consecutive steps had a loss, gradient or router score that is not finite."""
+
+
+class Watch:
+    """Collects step metrics on the device and reads them one step late, so that logging never stalls the device."""
+
+    def __init__(
+        self,
+        config: Config,
+        writer: MetricWriter,
+        *,
+        first_step: int,
+        num_steps: int,
+        tokens_per_step: int,
+        flops_per_step: float,
+        devices: list[jax.Device],
+        digest: str,
+    ):
+        peak = peak_of_devices(devices)
+        self._config, self._writer, self._num_steps = config, writer, num_steps
+        self._tokens_per_step, self._flops_per_step, self._digest = tokens_per_step, flops_per_step, digest
+        self._console = Console(num_steps, first_step, peak)
+        self._throughput = Throughput(num_steps, tokens_per_step, flops_per_step, peak)
+        self._first_step = first_step
+        self._window: list[dict[str, Any]] = []
+        self._step = first_step
+        self._warned: set[str] = set()
+        self.say = self._console.say
+        self.pause = self._throughput.pause
+
+    def after_step(self, step: int, metrics: dict[str, Any]) -> None:
+        """Takes the metrics of a step that was just dispatched; logs the interval that ended with the step before."""
+        if self._step == self._first_step + 1 or self._step % self._config.train.log_every == 0:
+            self.flush()
+        self._window.append(metrics)
+        self._step = step
+
+    def flush(self) -> None:
+        """Writes the row and the line of the steps since the last one.
+
+        Raises:
+          NumericsError: if too many consecutive steps were bad.
+        """
+        if not self._window:
+            return
+        window = jax.device_get(self._window)
+        self._window = []
+        metrics = _interval_metrics(window, self._config.routed_depths)
+        metrics |= self._throughput.measure(self._step)
+        metrics["train/tokens"] = self._step * self._tokens_per_step
+        metrics["train/flops"] = self._step * self._flops_per_step
+        self._write(metrics)
+        self._console.log(self._step, metrics)
+        self._warn(metrics)
+        bad_steps = max(int(m["train/bad_steps"]) for m in window)
+        if bad_steps >= self._config.train.max_bad_steps:
+            raise NumericsError(
+                f"{bad_steps} consecutive steps up to step {self._step} had a loss, gradient or router score that is not "
+                "finite; the newest checkpoint is from before them. Lower optimizer.learning_rate or clip_norm"
+            )
+
+    def evaluate(self, step: int, evaluator: Evaluator, state: TrainState) -> dict[str, float]:
+        """Evaluates, writes the row and says the result."""
+        self.flush()
+        with self.pause():
+            metrics = evaluator.evaluate(state)
+        self._write(metrics)
+        self.say(f"step {step}/{self._num_steps}  {describe_eval(metrics)}")
+        return metrics
+
+    def finish(self, evaluator: Evaluator, state: TrainState, workdir: pathlib.Path) -> None:
+        """Draws the report and says in a few lines how the run ended."""
+        self.flush()
+        self._writer.flush()
+        rows = read_metrics(workdir / "metrics.jsonl")
+        pieces, records = evaluator.records(state)
+        if jax.process_index() == 0:
+            write_report(workdir / "report", rows, pieces, records, jax.device_get(state.cutoffs_L), self._config)
+        self._console.close()
+        tokens, total_flops = self._step * self._tokens_per_step, self._step * self._flops_per_step
+        self.say(f"trained on {tokens:,} tokens with {total_flops:.3g} FLOPs; plots in {workdir / 'report'}")
+        evals = [row for row in rows if "eval/topk_loss" in row]
+        if evals:
+            bits = {key.split("/")[-1]: v for key, v in evals[-1].items() if "bits_per_byte" in key}
+            self.say(describe_eval(evals[-1]))
+            self.say("bits per byte: " + ", ".join(f"{name} {value:.4f}" for name, value in bits.items()))
+        self.say(f"DONE at step {self._step}")
+
+    def close(self) -> None:
+        self._console.close()
+        self._writer.close()
+
+    def _write(self, metrics: dict[str, Any]) -> None:
+        self._writer.write(self._step, {**metrics, "data/digest": self._digest})
+
+    def _warn(self, metrics: dict[str, Any]) -> None:
+        """Says once per block that its update is out of proportion: the loss alone would not show it."""
+        low, high = HEALTHY_UPDATE_RATIO
+        for depth in self._config.routed_depths:
+            ratio = metrics[f"routing/{block_name(depth)}/update_ratio"]
+            name = f"{block_name(depth)} {'low' if ratio < low else 'high'}"
+            if not low <= ratio <= high and name not in self._warned:
+                self._warned.add(name)
+                meaning = "it has died" if ratio < low else "it drowns the other blocks"
+                self.say(f"WARNING {block_name(depth)}: update/residual norm {ratio:.3g} ({meaning}); said once")
+
+
+def _interval_metrics(window: list[dict[str, Any]], depths: tuple[int, ...]) -> dict[str, Any]:
+    """Means over the steps of an interval, of the finite ones where there are any; per-block arrays by block name."""
+    finite = [m for m in window if m["train/finite"]] or window
+    means = {name: np.mean([m[name] for m in finite], axis=0) for name in window[0]}
+    metrics = {"train/skipped_steps": sum(not m["train/finite"] for m in window)}
+    metrics["train/learning_rate"] = window[-1]["train/learning_rate"]
+    for name, value in means.items():
+        if np.ndim(value):
+            group, leaf = name.split("/")
+            metrics |= {f"{group}/{block_name(d)}/{leaf}": float(v) for d, v in zip(depths, value, strict=True)}
+        elif name not in ("train/finite", "train/bad_steps", "train/learning_rate"):
+            metrics[name] = float(value)
+    return metrics
+
+
+def describe_eval(metrics: dict[str, Any]) -> str:
+    """Held-out losses on one line, each with the selection that produced it."""
+    parts = [f"held out: top-k loss {metrics['eval/topk_loss']:.4f}"]
+    for key, loss in metrics.items():
+        if key.startswith("eval/causal_loss/"):
+            selection = key.split("/")[-1]
+            gap, routed = metrics[f"eval/gap/{selection}"], metrics[f"eval/realised_capacity/{selection}"]
+            parts.append(f"{selection} {loss:.4f} (gap {gap:+.4f}, routed {routed:.1%})")
+    return ", ".join(parts)

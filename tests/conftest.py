@@ -1,0 +1,37 @@
+"""Eight virtual CPU devices, strict arrays, and one tiny config for every test."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
+)
+
+import jax
+import pytest
+
+from mod_jax.config import Config, make_config
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+TINY = {
+    "model.width": 16,
+    "model.depth": 4,
+    "model.num_heads": 2,
+    "data.source": "synthetic",
+    "data.seq_len": 16,
+    "data.eval_windows": 16,
+    "routing.capacity": 0.25,
+    "train.batch_size": 8,
+    "train.steps": 4,
+}
+
+
+@pytest.fixture
+def tiny_config():
+    """A function of config changes: `tiny_config(**{"model.depth": 2})` is a Config small enough to run in a test."""
+
+    def make(**changes) -> Config:
+        return make_config(**{**TINY, **changes})
+
+    return make
