@@ -1,4 +1,4 @@
-"""The configuration: every key, its default, its meaning and its allowed range, and the only door through which one enters.
+"""The configuration: every key, its default, meaning and allowed range, and the one door through which it enters.
 
 Vocabulary. A *config* is the `ml_collections.ConfigDict` that `configs/*.py` return and `--config.a.b=value` edits. A
 `Config` is the frozen, validated dataclass that the rest of mod_jax reads. `from_config_dict` turns the first into the
@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import re
+import textwrap
 from typing import Any
 
 import ml_collections
@@ -41,7 +42,7 @@ class ModelConfig:
     layout: str = _key("FR", "pattern of block kinds, cycled over depth: F full, R routed")
     context: int = _key(0, "longest sequence when sampling; 0: data.seq_len", low=0)
     rope_base: float = _key(10_000.0, "base of the rotary wavelengths", above=1.0)
-    qk_norm: bool = _key(False, "RMS-normalise queries and keys per head")
+    qk_norm: bool = _key(True, "RMS-normalise queries and keys per head")
     tie_embedding: bool = _key(False, "use the embedding table for the logits")
     dtype: str = _key(
         "float32", "compute dtype; parameters, router and loss stay float32", choices=("float32", "bfloat16")
@@ -63,7 +64,7 @@ class RoutingConfig:
     )
     gate: str = _key(
         "raw",
-        "weight on the update, from the score r: raw r, sigmoid(r), tanh 1 + tanh(r), softmax over the row (not causal)",
+        "weight on the update from the score r: raw r; sigmoid(r); tanh 1 + tanh(r); softmax over the row (not causal)",
         choices=("raw", "sigmoid", "tanh", "softmax"),
     )
     router_input: str = _key(
@@ -189,6 +190,7 @@ def _flat_fields() -> dict[str, dataclasses.Field]:
 
 
 FIELDS = _flat_fields()
+DERIVED_KEYS = ("model.num_kv_heads", "model.head_dim", "model.mlp_dim", "model.context")
 FREE_KEYS = frozenset(name for name, field in FIELDS.items() if field.metadata["free"])
 LENGTH_KEYS = ("train.steps", "train.tokens", "train.flops")
 
@@ -250,6 +252,25 @@ def from_flat_dict(flat: dict[str, Any]) -> Config:
 def difference(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Keys on which two configs differ, as {key: (old value, new value)}."""
     return {name: (_get(old, name), _get(new, name)) for name in FIELDS if _get(old, name) != _get(new, name)}
+
+
+def changed_from_default(config: Config) -> dict[str, Any]:
+    """Keys that were set to something else than their default or, where the default is derived, than what it gives."""
+    flat = to_flat_dict(config)
+    changed = {name: value for name, value in flat.items() if value != FIELDS[name].default}
+    for name in DERIVED_KEYS:
+        if from_flat_dict({**flat, name: FIELDS[name].default}) == config:
+            changed.pop(name, None)
+    return changed
+
+
+def describe(config: Config) -> list[str]:
+    """The whole config, a line or two per section."""
+    lines = []
+    for section, cls in _SECTIONS.items():
+        values = " ".join(f"{f.name}={_get(config, f'{section}.{f.name}')}" for f in dataclasses.fields(cls))
+        lines += textwrap.wrap(values, 110, initial_indent=f"{section:<10}", subsequent_indent=" " * 10)
+    return [*lines, f"seed      {config.seed}"]
 
 
 def fingerprint(config: Config) -> str:

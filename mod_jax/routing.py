@@ -16,8 +16,8 @@ import jax.numpy as jnp
 def tokens_kept(seq_len: int, capacity: float) -> int:
     """C, the number of tokens that a routed block of this capacity keeps out of `seq_len`.
 
-    The rule: `capacity * seq_len` rounded to the nearest integer, halves up, and at least 1. So capacity 1.0 keeps every
-    token, 0.29 of 100 keeps 29 and 0.125 of 7 keeps 1.
+    The rule: `capacity * seq_len` rounded to the nearest integer, halves up, and at least 1. So capacity 1.0 keeps
+    every token, 0.29 of 100 keeps 29 and 0.125 of 7 keeps 1.
 
     Raises:
       ValueError: if `seq_len` < 1 or `capacity` is not in (0, 1].

@@ -1,8 +1,8 @@
 """Attention masked by positions: one function for full, routed and cached tokens, and the module with its weights.
 
-Vocabulary: B rows, T query positions, S key slots, N query heads, K key/value heads, G = N / K query heads per key/value
-head, H head dim. Tokens carry their ORIGINAL position and segment wherever they sit, so a routed block attends over its
-C gathered tokens exactly as a full block with the other keys masked.
+Vocabulary: B rows, T query positions, S key slots, N query heads, K key/value heads, G = N / K query heads per
+key/value head, H head dim. Tokens carry their ORIGINAL position and segment wherever they sit, so a routed block
+attends over its C gathered tokens exactly as a full block with the other keys masked.
 """
 
 import jax

@@ -1,10 +1,10 @@
 """The two kinds of block, full and routed, and the two small heads that route.
 
-Vocabulary: B rows, T positions, C slots (tokens that a routed block computes on), D width. A *score* is the router's raw
-float32 number per token; the *gate* is the weight multiplied on the block's update; *selected* tokens go through the
-block, the others are *bypassed* and leave it bit for bit as they came. `selection` says who chooses: "topk" (training;
-looks at the future), or causally each token alone: "router" (score > 0), "predictor" (its logit > 0), "threshold"
-(score > a cut-off averaged over training).
+Vocabulary: B rows, T positions, C slots (tokens that a routed block computes on), D width. A *score* is the router's
+raw float32 number per token; the *gate* is the weight multiplied on the block's update; *selected* tokens go through
+the block, the others are *bypassed* and leave it bit for bit as they came. `selection` says who chooses: "topk"
+(training; looks at the future), or causally each token alone: "router" (score > 0), "predictor" (its logit > 0),
+"threshold" (score > a cut-off averaged over training).
 """
 
 import math

@@ -1,9 +1,9 @@
 """The decoder: embed, a stack of blocks by layout, norm, logits; with the record of every routing decision.
 
-Vocabulary: B rows, T positions, D width, V vocabulary, L routed blocks in order of depth. A *unit* is the shortest run of
-blocks that the stack repeats, such as (full, routed). Units are stored stacked, one leading axis per parameter, and run
-by `lax.scan`; `model.scan = False` runs the same parameters as a plain loop. What is left over when depth is not a
-multiple of the unit, the *tail*, is stored and run block by block.
+Vocabulary: B rows, T positions, D width, V vocabulary, L routed blocks in order of depth. A *unit* is the shortest
+run of blocks that the stack repeats, such as (full, routed). Units are stored stacked, one leading axis per
+parameter, and run by `lax.scan`; `model.scan = False` runs the same parameters as a plain loop. What is left over
+when depth is not a multiple of the unit, the *tail*, is stored and run block by block.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from mod_jax.models.layers import Embedder, RMSNorm, constrain
 
 
 class ModelOutput(NamedTuple):
-    """Logits, float32 [B, T, V], and the routing record, every field with leading axis L (None without routed blocks)."""
+    """Logits, float32 [B, T, V]; the routing record, each field with a leading L, or None without routed blocks."""
 
     logits_BTV: jax.Array
     routing: RoutingRecord | None
@@ -40,7 +40,7 @@ class BlockGroup(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, stream: Stream, selection: str, cutoffs: jax.Array, keys_B: jax.Array | None
     ) -> tuple[jax.Array, list[RoutingRecord]]:
-        """Runs the blocks in order; `cutoffs` holds one number, and `keys_B` yields one set of keys, per routed block."""
+        """Runs the blocks in order; `cutoffs` has one number, and `keys_B` yields one set of keys, per routed block."""
         records = []
         for depth, block in enumerate(self.blocks):
             if isinstance(block, FullBlock):

@@ -1,9 +1,9 @@
 """FLOPs counted from the structure of the model, with every convention an explicit switch.
 
-A multiply-add is 2 FLOPs. Counted: every matrix product, attention logits and values, router and predictor. Not counted:
-norms, softmax, rotary angles, activations, gather and scatter, the embedding look-up, the optimizer (together about
-1.5 % of what XLA counts). Vocabulary: T row length, C slots of a routed block, D width, F MLP hidden, N query and K
-key/value heads of size H, V vocabulary, P predictor hidden.
+A multiply-add is 2 FLOPs. Counted: every matrix product, attention logits and values, router and predictor. Not
+counted: norms, softmax, rotary angles, activations, gather and scatter, the embedding look-up, the optimizer
+(together about 1.5 % of what XLA counts). Vocabulary: T row length, C slots of a routed block, D width, F MLP hidden,
+N query and K key/value heads of size H, V vocabulary, P predictor hidden.
 
 Conventions, by default the paper's: attention is counted in full, T * T, and a routed block costs what C tokens cost,
 C * C. The backward pass costs twice the forward pass, except below a stop-gradient.

@@ -40,8 +40,8 @@ def mesh_shape(config: Config, num_devices: int) -> tuple[int, int, int]:
     batch_ways = sizes["data"] * sizes["fsdp"]
     if rows % batch_ways:
         raise ConfigError(
-            f"config.train.batch_size = {config.train.batch_size}: each of {config.train.accumulation} micro-batches has "
-            f"{rows} rows, which mesh.data * mesh.fsdp = {batch_ways} must divide"
+            f"config.train.batch_size = {config.train.batch_size}: each of {config.train.accumulation} micro-batches "
+            f"has {rows} rows, which mesh.data * mesh.fsdp = {batch_ways} must divide"
         )
     for key, size, axis in (
         ("model.width", model.width, "fsdp"),

@@ -19,7 +19,7 @@ from mod_jax.scaling.sharding import local_rows, put_batch, replicated
 from mod_jax.training.losses import token_cross_entropy
 from mod_jax.training.step import MODEL_INPUTS, Model, TrainState, routing_keys
 
-# Float32 rounding moves logits by about 1e-6 between two runs of one program on other tokens; a leak moves them by 1e-2.
+# Rounding moves float32 logits by about 1e-6 between two runs on other tokens; a leak moves them by 1e-2.
 CAUSALITY_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 
 # Held-out noise of stochastic routing is the same at every evaluation, and never a training step's.
@@ -107,7 +107,7 @@ class Evaluator:
         return float(jnp.max(jnp.abs(first - second)))
 
     def records(self, state: TrainState) -> tuple[list[str], dict[str, RoutingRecord]]:
-        """The first held-out row as text pieces, and what its batch's routing was under each selection (NumPy, [L, B, T])."""
+        """The first held-out row as text pieces, and its batch's routing under each selection (NumPy, [L, B, T])."""
         if not self._config.num_routed:
             return [], {}
         selections = ("topk", *self._config.causal_selections)

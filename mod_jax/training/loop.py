@@ -16,7 +16,6 @@ from typing import Any
 
 import flax
 import jax
-from absl import logging
 
 import mod_jax
 from mod_jax import config as config_lib
@@ -182,10 +181,8 @@ def compile_step(run: Run) -> jax.stages.Compiled:
     batch = {name: jax.ShapeDtypeStruct(shape, "int32", sharding=batch_sharding) for name in MODEL_INPUTS}
     compiled = step.lower(run.abstract_state, batch).compile()
     memory = compiled.memory_analysis()
-    needed = (
-        f"{(memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**20:,.0f} MiB per device" if memory else "?"
-    )
-    say(f"compiled the train step in {time.perf_counter() - start:.1f} s; memory {needed}")
+    needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**20
+    say(f"compiled the train step in {time.perf_counter() - start:.1f} s; memory {needed:,.0f} MiB per device")
     return compiled
 
 
@@ -270,16 +267,11 @@ def write_config(run: Run) -> None:
     """Writes config.json: the whole config, its difference from the default, and where it ran."""
     if jax.process_index() != 0:
         return
-    contents = metadata(run) | {"changed_from_default": changed_from_default(run.config)}
+    contents = metadata(run) | {"changed_from_default": config_lib.changed_from_default(run.config)}
     run.workdir.mkdir(parents=True, exist_ok=True)
     scratch = run.workdir / "config.json.tmp"
     scratch.write_text(json.dumps(contents, indent=2) + "\n")
     scratch.replace(run.workdir / "config.json")
-
-
-def changed_from_default(config: Config) -> dict[str, Any]:
-    flat = config_lib.to_flat_dict(config)
-    return {name: value for name, value in flat.items() if value != config_lib.FIELDS[name].default}
 
 
 def describe(run: Run) -> str:
@@ -290,17 +282,20 @@ def describe(run: Run) -> str:
     total_tokens, epoch = run.num_steps * run.tokens_per_step, run.corpus.train_tokens.size
     per_token = run.flops_per_step / run.tokens_per_step
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_state))
-    changed = ", ".join(f"{name}={value}" for name, value in changed_from_default(run.config).items())
+    kinds = "".join(block.kind for block in run.config.blocks)
+    changed = ", ".join(f"{name}={value}" for name, value in config_lib.changed_from_default(run.config).items())
     mesh = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     return "\n".join(
         [
-            f"config   {config_lib.fingerprint(run.config)}: {changed}",
-            f"data     {pipeline.describe(run.corpus)}",
-            f"model    {''.join(b.kind for b in run.config.blocks)}, {count:,} parameters ({embedding:,} in embeddings); "
-            f"parameters and optimizer {state_bytes / 2**20:,.1f} MiB over all devices",
-            f"run      {run.num_steps:,} steps, {total_tokens:,} tokens ({total_tokens / epoch:.2f} epochs), "
+            *config_lib.describe(run.config),
+            f"changed   {changed}",
+            f"identity  {config_lib.fingerprint(run.config)}, a fingerprint of every key that affects what is learned",
+            f"corpus    {pipeline.describe(run.corpus)}",
+            f"size      {kinds}, {count:,} parameters ({embedding:,} in embeddings), "
+            f"with optimizer {state_bytes / 2**20:,.1f} MiB over all devices",
+            f"length    {run.num_steps:,} steps, {total_tokens:,} tokens ({total_tokens / epoch:.2f} epochs), "
             f"{run.num_steps * run.flops_per_step:.3g} training FLOPs ({per_token:.3g} per token)",
-            f"devices  {run.mesh.size} of {jax.device_count()} x {jax.devices()[0].device_kind} ({mesh}), "
+            f"devices   {run.mesh.size} of {jax.device_count()} x {jax.devices()[0].device_kind} ({mesh}), "
             f"{jax.process_count()} process(es), jax {jax.__version__}",
         ]
     )

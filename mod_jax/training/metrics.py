@@ -297,11 +297,11 @@ class Throughput:
 
 
 class Console:
-    """One line per log interval on stderr: plain lines in a log file, one line redrawn under a bar on a terminal."""
+    """One line per log interval on stdout: plain lines in a log file, one line redrawn under a bar on a terminal."""
 
     def __init__(self, total_steps: int, first_step: int, peak: Peak, stream: Any = None):
         self._total_steps, self._peak = total_steps, peak
-        self._stream = stream or sys.stderr
+        self._stream = stream or sys.stdout
         self._silent = jax.process_index() != 0
         self._bar = None
         if self._stream.isatty() and not self._silent:

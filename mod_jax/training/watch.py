@@ -72,8 +72,8 @@ class Watch:
         bad_steps = max(int(m["train/bad_steps"]) for m in window)
         if bad_steps >= self._config.train.max_bad_steps:
             raise NumericsError(
-                f"{bad_steps} consecutive steps up to step {self._step} had a loss, gradient or router score that is not "
-                "finite; the newest checkpoint is from before them. Lower optimizer.learning_rate or clip_norm"
+                f"{bad_steps} consecutive steps up to step {self._step} had a loss, gradient or router score that "
+                "is not finite; the newest checkpoint is from before them. Lower optimizer.learning_rate or clip_norm"
             )
 
     def evaluate(self, step: int, evaluator: Evaluator, state: TrainState) -> dict[str, float]:
@@ -96,11 +96,8 @@ class Watch:
         self._console.close()
         tokens, total_flops = self._step * self._tokens_per_step, self._step * self._flops_per_step
         self.say(f"trained on {tokens:,} tokens with {total_flops:.3g} FLOPs; plots in {workdir / 'report'}")
-        evals = [row for row in rows if "eval/topk_loss" in row]
-        if evals:
-            bits = {key.split("/")[-1]: v for key, v in evals[-1].items() if "bits_per_byte" in key}
-            self.say(describe_eval(evals[-1]))
-            self.say("bits per byte: " + ", ".join(f"{name} {value:.4f}" for name, value in bits.items()))
+        for row in [row for row in rows if "eval/topk_loss" in row][-1:]:
+            self.say("\n".join(summary_table(row)))
         self.say(f"DONE at step {self._step}")
 
     def close(self) -> None:
@@ -146,3 +143,16 @@ def describe_eval(metrics: dict[str, Any]) -> str:
             gap, routed = metrics[f"eval/gap/{selection}"], metrics[f"eval/realised_capacity/{selection}"]
             parts.append(f"{selection} {loss:.4f} (gap {gap:+.4f}, routed {routed:.1%})")
     return ", ".join(parts)
+
+
+def summary_table(metrics: dict[str, Any]) -> list[str]:
+    """The last evaluation as lines of a table, one per selection."""
+    causal = [key.split("/")[-1] for key in metrics if key.startswith("eval/causal_loss/")]
+    lines = [f"{'held out under':<16}{'nats/token':>11}{'bits/byte':>11}{'minus top-k':>13}{'routed':>9}"]
+    name = "top-k" if causal else "no routing"
+    lines.append(f"{name:<16}{metrics['eval/topk_loss']:>11.4f}{metrics['eval/topk_bits_per_byte']:>11.4f}")
+    for s in causal:
+        loss, bits = metrics[f"eval/causal_loss/{s}"], metrics[f"eval/causal_bits_per_byte/{s}"]
+        gap, routed = metrics[f"eval/gap/{s}"], metrics[f"eval/realised_capacity/{s}"]
+        lines.append(f"{s:<16}{loss:>11.4f}{bits:>11.4f}{gap:>+13.4f}{routed:>9.1%}")
+    return lines
