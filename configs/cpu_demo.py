@@ -1,6 +1,6 @@
 """The comparison at the scale of a laptop: dense, routed and randomly routed at equal training FLOPs, on real text.
 
-    python -m mod_jax.train --config=configs/cpu_demo.py:mod --workdir=runs/mod
+python -m mod_jax.train --config=configs/cpu_demo.py:mod --workdir=runs/mod
 """
 
 from mod_jax.config import default_config

@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def main(_) -> None:
     out = pathlib.Path(OUT.value).absolute()
     lines = [
-        "| model | seed | steps | top-k loss | predictor loss | gap | threshold loss | gap | routed (predictor) | recall |",
+        "| model | seed | steps | top-k loss | predictor loss | gap | threshold loss | gap | routed | recall |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for variant in VARIANTS.value:

@@ -289,7 +289,7 @@ def _get(config: Config, name: str) -> Any:
 def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
     flat = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and (value or f"{prefix}{key}" in _SECTIONS):  # an empty dict is a (wrong) value
             flat |= _flatten(value, f"{prefix}{key}.")
         elif f"{prefix}{key}" in _SECTIONS:
             raise ConfigError(f"config.{prefix}{key} = {value!r}: must be a section with keys of its own")

@@ -31,6 +31,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from mod_jax.config import FREE_KEYS, LENGTH_KEYS, Config, difference
+from mod_jax.training.digest import compute_digests
 
 # Failures that say nothing about the files: no reason to set a step aside.
 _NOT_DAMAGE = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
@@ -132,8 +133,7 @@ class Checkpointer:
             "leaves": {path: dict(described[path], digest=digests[path]) for path in leaves},
         }
         items = {
-            "params": ocp.args.StandardSave({path: leaf for path, leaf in leaves.items() if _is_param(path)}),
-            "rest": ocp.args.StandardSave({path: leaf for path, leaf in leaves.items() if not _is_param(path)}),
+            **{name: ocp.args.StandardSave(item) for name, item in _items(leaves).items()},
             "record": ocp.args.JsonSave(dict(record, sha256=_checksum(record))),
         }
         self._note_loss(step, metrics)
@@ -277,13 +277,11 @@ class Checkpointer:
         saved_digests = {path: leaf.pop("digest") for path, leaf in leaves.items()}
         _check_structure(step, leaves, _describe(wanted))
 
-        items = {"params": {path: leaf for path, leaf in wanted.items() if _is_param(path)}}
-        if not only_params:
-            items["rest"] = {path: leaf for path, leaf in wanted.items() if not _is_param(path)}
-
         def read():
-            restored = {}
-            for name, item in items.items():
+            restored = {path: _empty(leaf) for path, leaf in wanted.items() if not leaf.size}
+            for name, item in _items(wanted).items():
+                if only_params and name != "params":
+                    continue
                 args = ocp.args.StandardRestore(item)
                 restored |= ocp.StandardCheckpointHandler().restore(self._directory / str(step) / name, args=args)
             return restored
@@ -348,39 +346,6 @@ class _KeepBest:
         return [info.step == best for info in checkpoints]
 
 
-def compute_digests(leaves: dict[str, jax.Array]) -> dict[str, str]:
-    """Returns sixteen hex digits per leaf, computed where the leaf lives; the same for every sharding of it."""
-    digests = jax.device_get({path: _digest(leaf) for path, leaf in leaves.items()})
-    return {path: f"{plain:08x}{mixed:08x}" for path, (plain, mixed) in digests.items()}
-
-
-@jax.jit
-def _digest(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two uint32 sums over the raw bits, in 32-bit words: the words, and the words mixed with their positions.
-
-    The mixing is a bijection for each position, so a change of any one word changes both sums. Two words that trade
-    places change the second, which a plain weight would not ensure: (1.0 - 2.0) * 256 positions is 0 modulo 2 ** 32.
-    """
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    if leaf.dtype == jnp.bool_:
-        leaf = leaf.astype(jnp.uint8)
-    word = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[leaf.dtype.itemsize]
-    words = jax.lax.bitcast_convert_type(leaf, word).astype(jnp.uint32)
-    position = jnp.zeros(words.shape, jnp.uint32)
-    for axis, size in enumerate(words.shape):  # not a reshape, which would gather a sharded leaf
-        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-    mixed = _mix(words ^ _mix(position))
-    return jnp.sum(words, dtype=jnp.uint32), jnp.sum(mixed, dtype=jnp.uint32)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """Scrambles 32-bit words one to one: odd factors and xor-shifts are each invertible."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
 def check_same_run(old_config: Config, new_config: Config, old_digest: str, new_digest: str, extend: bool) -> None:
     """Refuses to continue a checkpoint under a config or corpus that would make it another run.
 
@@ -402,7 +367,7 @@ def check_same_run(old_config: Config, new_config: Config, old_digest: str, new_
         changed["corpus digest"] = (old_digest, new_digest)
     lines = [f"  {key}: {old!r} -> {new!r}" for key, (old, new) in changed.items()]
     if length and not extend:
-        lines += [f"  {key}: {old!r} -> {new!r}  (allowed with extend)" for key, (old, new) in length.items()]
+        lines += [f"  {key}: {old!r} -> {new!r}  (allowed with --extend)" for key, (old, new) in length.items()]
     if lines:
         raise ResumeRefused("the checkpoint was written by another run (checkpoint -> now):\n" + "\n".join(lines))
 
@@ -442,6 +407,19 @@ def _flatten(tree: Any) -> dict[str, Any]:
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+
+
+def _items(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What goes into each item on disk. Orbax refuses what is empty: such leaves stand in the record alone."""
+    items: dict[str, dict[str, Any]] = {}
+    for path, leaf in leaves.items():
+        if leaf.size:
+            items.setdefault("params" if _is_param(path) else "rest", {})[path] = leaf
+    return items
+
+
+def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
 
 
 def _is_param(path: str) -> bool:

@@ -427,5 +427,16 @@ def test_only_the_same_run_is_resumed():
 
     longer = make_config(**{"train.steps": 200})
     check_same_run(old, longer, "abc", "abc", extend=True)
-    with pytest.raises(ResumeRefused, match=r"train\.steps: 100 -> 200  \(allowed with extend\)"):
+    with pytest.raises(ResumeRefused, match=r"train\.steps: 100 -> 200  \(allowed with --extend\)"):
         check_same_run(old, longer, "abc", "abc", extend=False)
+
+
+def test_leaf_without_elements_survives_though_orbax_refuses_it(tmp_path):
+    """A dense model has no routed block, so its cut-offs are an array of shape (0,)."""
+    state = {"params": {"w": jnp.arange(3.0)}, "cutoffs_L": jnp.zeros(0)}
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, {})
+        restored = checkpointer.restore(abstract).state
+    assert restored["cutoffs_L"].shape == (0,)
+    np.testing.assert_array_equal(restored["params"]["w"], [0.0, 1.0, 2.0])

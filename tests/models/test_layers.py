@@ -1,0 +1,155 @@
+"""Parameters and their axes, dense products, norms, rotary angles, embedder and MLP."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from mod_jax.models import layers
+
+KEY = jax.random.key(0)
+
+
+def rngs():
+    return nnx.Rngs(params=KEY)
+
+
+def random(*shape, seed=1):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+# Parameters
+
+
+def test_param_is_float32_and_carries_its_axes():
+    weight = layers.param(rngs(), (3, 4), ("embed", "mlp"), layers.normal(0.5))
+    assert weight[...].shape == (3, 4)
+    assert weight[...].dtype == jnp.float32
+    specs = nnx.get_partition_spec(nnx.state(layers.MLP(4, 8, "gelu", 1, rngs())))
+    assert nnx.to_pure_dict(specs) == {"up_DF": PartitionSpec("embed", "mlp"), "down_FD": PartitionSpec("mlp", "embed")}
+
+
+def test_param_refuses_axes_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"shape \(3, 4\) and axes \('embed',\) differ in length"):
+        layers.param(rngs(), (3, 4), ("embed",), layers.normal(1.0))
+
+
+def test_rules_name_mesh_axes_and_leave_an_uneven_vocabulary_whole():
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    spec = layers.RULES.spec
+    assert spec(("vocab", "embed"), (256, 16), mesh) == PartitionSpec("tensor", "fsdp")
+    assert spec(("vocab", "embed"), (257, 16), mesh) == PartitionSpec(None, "fsdp")
+    assert spec(("layers", "heads", None, "embed"), (3, 2, 8, 16), mesh) == PartitionSpec(None, "tensor", None, "fsdp")
+    assert spec(("batch", None, None), (8, 4, 16), mesh) == PartitionSpec(("data", "fsdp"), None, None)
+
+
+def test_constrain_without_a_mesh_does_nothing():
+    x = random(2, 3)
+    assert layers.constrain(x, ("batch", None)) is x
+
+
+# Arithmetic
+
+
+def test_dense_is_the_product_over_the_last_axis_in_the_dtype_of_x():
+    x_BTD, weight_DNH = random(2, 3, 4), random(4, 5, 6, seed=2)
+    product = layers.dense(x_BTD, weight_DNH)
+    np.testing.assert_allclose(product, np.einsum("BTD,DNH->BTNH", x_BTD, weight_DNH), rtol=1e-5, atol=1e-6)
+    assert layers.dense(x_BTD.astype(jnp.bfloat16), weight_DNH).dtype == jnp.bfloat16
+
+
+def test_rms_normalise_by_hand():
+    # rms(3, 4) = sqrt((9 + 16) / 2) = sqrt(12.5)
+    out = layers.rms_normalise(jnp.array([[3.0, 4.0], [0.0, 0.0]]))
+    np.testing.assert_allclose(out, [[3 / math.sqrt(12.5), 4 / math.sqrt(12.5)], [0, 0]], rtol=1e-6)
+    assert layers.rms_normalise(jnp.ones((2, 4), jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_rmsnorm_scales_and_returns_the_dtype_of_its_input():
+    norm = layers.RMSNorm(2, rngs())
+    norm.scale_D[...] = jnp.array([1.0, 10.0])
+    out = norm(jnp.array([[[3.0, 4.0]]], jnp.bfloat16))
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), [[[3 / 12.5**0.5, 40 / 12.5**0.5]]], rtol=1e-2)
+
+
+def test_rotate_by_hand():
+    # H = 4: pairs are (0, 2) and (1, 3), turned by position * base^0 and position * base^(-1/2)
+    x = jnp.array([1.0, 0.0, 0.0, 2.0]).reshape(1, 1, 1, 4)
+    first, second = 3.0, 3.0 / 10.0  # position 3, base 100
+    expected = [math.cos(first), -2 * math.sin(second), math.sin(first), 2 * math.cos(second)]
+    np.testing.assert_allclose(layers.rotate(x, jnp.array([[3]]), 100.0)[0, 0, 0], expected, rtol=1e-6)
+    np.testing.assert_array_equal(layers.rotate(x, jnp.array([[0]]), 100.0), x)
+
+
+def test_rotated_products_depend_on_distance_only():
+    q, k = random(1, 1, 1, 8), random(1, 1, 1, 8, seed=2)
+
+    def product(q_position, k_position):
+        turned = (layers.rotate(x, jnp.array([[p]]), 1e4) for x, p in ((q, q_position), (k, k_position)))
+        return float(jnp.sum(next(turned) * next(turned)))
+
+    assert product(7, 4) == pytest.approx(product(103, 100), abs=1e-4)
+    assert product(7, 4) != pytest.approx(product(7, 5), abs=1e-2)
+
+
+# Embedder
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_embedder_looks_rows_up_and_scores_against_the_right_table(tie):
+    embedder = layers.Embedder(5, 4, tie, rngs())
+    names = set(nnx.to_pure_dict(nnx.state(embedder)))
+    assert names == ({"table_VD"} if tie else {"table_VD", "unembed_DV"})
+    table_VD = np.asarray(embedder.table_VD[...])
+    x = embedder.embed(jnp.array([[3, 0, 3]]), jnp.dtype("float32"))
+    np.testing.assert_allclose(x[0], 2 * table_VD[[3, 0, 3]], rtol=1e-6)  # 4 ** 0.5 = 2
+    weight_DV = table_VD.T if tie else np.asarray(embedder.unembed_DV[...])
+    np.testing.assert_allclose(embedder.logits(x)[0], np.asarray(x[0]) @ weight_DV, rtol=1e-5, atol=1e-6)
+
+
+def test_tied_table_gets_the_gradient_of_both_uses():
+    graphdef, state = nnx.split(layers.Embedder(5, 4, True, rngs()))
+
+    def logit(params, look_up, score):
+        embedder = nnx.merge(graphdef, params)
+        x = embedder.embed(jnp.array([[1]]), jnp.dtype("float32"))
+        stop = jax.lax.stop_gradient
+        x = x if look_up else stop(x)
+        logits = embedder.logits(x) if score else x @ stop(embedder.table_VD[...].T)
+        return logits[0, 0, 2]
+
+    def grad(**uses):
+        return np.asarray(jax.grad(logit)(state, **uses)["table_VD"][...])
+
+    both = grad(look_up=True, score=True)
+    np.testing.assert_allclose(both, grad(look_up=True, score=False) + grad(look_up=False, score=True), rtol=1e-5)
+    assert np.flatnonzero(np.abs(both).sum(axis=1)).tolist() == [1, 2]  # the row looked up and the row scored
+
+
+def test_logits_are_float32_whatever_computes():
+    embedder = layers.Embedder(5, 4, False, rngs())
+    x = embedder.embed(jnp.array([[3]]), jnp.dtype("bfloat16"))
+    assert x.dtype == jnp.bfloat16
+    assert embedder.logits(x).dtype == jnp.float32
+    assert embedder.table_VD[...].dtype == jnp.float32
+
+
+# MLP
+
+
+@pytest.mark.parametrize(("activation", "at_2", "at_minus_2"), [
+    ("relu_squared", 4.0, 0.0),
+    ("gelu", 1.954598, -0.045402),  # 2 * Phi(2) by the tanh formula
+    ("silu", 1.761594, -0.238406),  # 2 / (1 + e^-2)
+])  # fmt: skip
+def test_mlp_by_hand(activation, at_2, at_minus_2):
+    mlp = layers.MLP(1, 2, activation, 1, rngs())
+    mlp.up_DF[...] = jnp.array([[1.0, -1.0]])
+    mlp.down_FD[...] = jnp.array([[1.0], [100.0]])
+    out = mlp(jnp.full((1, 1, 1), 2.0))  # hidden (2, -2)
+    assert float(out[0, 0, 0]) == pytest.approx(at_2 + 100 * at_minus_2, rel=1e-4)
