@@ -61,6 +61,15 @@ def select_causal(scores_T: jax.Array, cutoff: jax.Array | float) -> jax.Array:
     return scores_T > cutoff
 
 
+def pack_selected(selected_T: jax.Array, num_slots: int) -> jax.Array:
+    """Positions of the first `num_slots` selected tokens, int32 [num_slots], increasing; unused slots hold T.
+
+    First come, first served: whether a token gets a slot depends on no later token. T is out of bounds, so reading a
+    slot needs `mode="fill"` and writing one `mode="drop"`.
+    """
+    return jnp.flatnonzero(selected_T, size=num_slots, fill_value=selected_T.shape[0]).astype(jnp.int32)
+
+
 def share_within_document(scores_T: jax.Array, segment_ids_T: jax.Array) -> jax.Array:
     """Ranks each token within its own document of a packed row: (rank + 0.5) / document length, 0 the highest score.
 

@@ -70,9 +70,13 @@ def dense(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def rms_normalise(x: jax.Array) -> jax.Array:
-    """x / rms(x) over the last axis, computed in float32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+    """x / rms(x) over the last axis, float32."""
+    return x.astype(jnp.float32) * inverse_rms(x)[..., None]
+
+
+def inverse_rms(x: jax.Array) -> jax.Array:
+    """1 / rms(x) over the last axis, float32, without that axis."""
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1) + 1e-6)
 
 
 def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, base: float) -> jax.Array:

@@ -9,14 +9,15 @@ import pytest
 from flax import nnx
 
 from mod_jax.config import ModelConfig
-from mod_jax.models.attention import MIN_CHUNK, Attention, attend
+from mod_jax.models import attention as attention_lib
+from mod_jax.models.attention import MIN_CHUNK, Attention
 
-attend_jit = jax.jit(attend, static_argnames="same_tokens")
+attend = jax.jit(attention_lib.attend, static_argnames="same_tokens")
 MODEL = ModelConfig(width=16, depth=1, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=32, qk_norm=False)
 
 
 def random(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def naive(q, k, v, q_pos, kv_pos, q_seg, kv_seg):
@@ -52,11 +53,11 @@ def test_chunked_attention_equals_a_plain_loop_on_packed_rows():
     q, k, v = random(2, length, 2, 4), random(2, 1, length, 4, seed=1), random(2, 1, length, 4, seed=2)
     masks = (positions, positions, segments, segments)
     expected = naive(q, k, v, *masks)
-    np.testing.assert_allclose(attend_jit(q, k, v, *masks, same_tokens=True), expected, atol=2e-6)
-    np.testing.assert_allclose(attend_jit(q, k, v, *masks), expected, atol=2e-6)
+    np.testing.assert_allclose(attend(q, k, v, *masks, same_tokens=True), expected, atol=2e-6)
+    np.testing.assert_allclose(attend(q, k, v, *masks), expected, atol=2e-6)
     assert (expected[1, -37:] == 0).all()
     one_document = (positions, positions, np.ones_like(segments), np.ones_like(segments))
-    assert np.abs(attend_jit(q, k, v, *one_document) - expected).max() > 0.1  # the comparison sees the segments
+    assert np.abs(attend(q, k, v, *one_document) - expected).max() > 0.1  # the comparison sees the segments
 
 
 def test_the_mask_goes_by_position_not_by_slot():
@@ -101,12 +102,23 @@ def test_a_sharp_softmax_neither_overflows_nor_vanishes():
     np.testing.assert_array_equal(only_low[0, 0, 0], 2 * np.ones(4))
 
 
-def make_attention(seed=0, **changes):
-    return Attention(dataclasses.replace(MODEL, **changes), nnx.Rngs(params=jax.random.key(seed)))
+@nnx.jit(static_argnums=0)
+def make(model):
+    return Attention(model, nnx.Rngs(params=jax.random.key(0)))
 
 
-def inputs(length=10):
-    return random(2, length, 16, seed=5), jnp.tile(jnp.arange(length), (2, 1)), jnp.ones((2, length), jnp.int32)
+def make_attention(**changes):
+    return make(dataclasses.replace(MODEL, **changes))
+
+
+@nnx.jit
+def run(attention, x, positions, segments):
+    return attention(x, positions, segments)
+
+
+def inputs(length=8):
+    x = np.random.default_rng(5).normal(size=(2, length, 16)).astype(np.float32)
+    return x, np.tile(np.arange(length, dtype=np.int32), (2, 1)), np.ones((2, length), np.int32)
 
 
 def test_grouped_heads_equal_full_heads_with_repeated_keys_and_values():
@@ -115,18 +127,18 @@ def test_grouped_heads_equal_full_heads_with_repeated_keys_and_values():
     full.q_DNH[...], full.o_NHD[...] = grouped.q_DNH[...], grouped.o_NHD[...]
     repeated = np.array([0, 0, 1, 1])  # query heads 0, 1 share key head 0
     full.k_DKH[...], full.v_DKH[...] = grouped.k_DKH[...][:, repeated], grouped.v_DKH[...][:, repeated]
-    np.testing.assert_allclose(grouped(*inputs()), full(*inputs()), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(grouped, *inputs()), run(full, *inputs()), rtol=1e-5, atol=1e-6)
     full.k_DKH[...] = grouped.k_DKH[...][:, np.array([0, 1, 0, 1])]  # tiled, the easy mistake
-    assert np.abs(grouped(*inputs()) - full(*inputs())).max() > 1e-2
+    assert np.abs(run(grouped, *inputs()) - run(full, *inputs())).max() > 1e-2
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_qk_norm_makes_logits_blind_to_the_size_of_queries_and_keys(qk_norm):
     attention = make_attention(qk_norm=qk_norm)
-    before = attention(*inputs())
+    before = run(attention, *inputs())
     attention.q_DNH[...] *= 10.0
     attention.k_DKH[...] *= 10.0
-    same = np.allclose(before, attention(*inputs()), atol=1e-4)
+    same = np.allclose(before, run(attention, *inputs()), atol=1e-4)
     assert same is qk_norm
     q, k, _ = attention.project(*inputs()[:2])
     assert np.allclose(jnp.mean(jnp.square(q), axis=-1), 1.0, atol=1e-3) is qk_norm  # rotation keeps the norm
@@ -136,22 +148,22 @@ def test_qk_norm_makes_logits_blind_to_the_size_of_queries_and_keys(qk_norm):
 def test_the_module_is_projection_attention_and_combination():
     attention, (x, positions, segments) = make_attention(), inputs()
     q, k, v = attention.project(x, positions)
-    assert (q.shape, k.shape, v.shape) == ((2, 10, 4, 4), (2, 2, 10, 4), (2, 2, 10, 4))
+    assert (q.shape, k.shape, v.shape) == ((2, 8, 4, 4), (2, 2, 8, 4), (2, 2, 8, 4))
     out = naive(q, k, v, *(np.asarray(a) for a in (positions, positions, segments, segments)))
     expected = np.einsum("BTNH,NHD->BTD", out, attention.o_NHD[...])
-    np.testing.assert_allclose(attention(x, positions, segments), expected, atol=1e-5)
+    np.testing.assert_allclose(run(attention, x, positions, segments), expected, atol=1e-5)
 
 
 def test_r7_routed_attention_uses_original_positions():
     # Of T = 8 tokens {1, 4, 6} are gathered: the same as full attention in which only their keys exist.
     attention, (x, positions, segments) = make_attention(), inputs(8)
     chosen = np.array([1, 4, 6])
-    gathered = attention(x[:, chosen], positions[:, chosen], segments[:, chosen])
+    gathered = run(attention, x[:, chosen], positions[:, chosen], segments[:, chosen])
     q, k, v = attention.project(x, positions)
     only_chosen = jnp.zeros((2, 8), jnp.int32).at[:, chosen].set(1)
     masked = attention.combine(attend(q, k, v, positions, positions, segments, only_chosen))
     np.testing.assert_allclose(gathered, masked[:, chosen], rtol=1e-5, atol=1e-6)
-    renumbered = attention(x[:, chosen], positions[:, :3], segments[:, chosen])  # angles 0, 1, 2: the fault
+    renumbered = run(attention, x[:, chosen], positions[:, :3], segments[:, chosen])  # angles 0, 1, 2: the fault
     assert np.abs(gathered - renumbered)[:, 1:].max() > 1e-3
     np.testing.assert_allclose(gathered[:, 0], renumbered[:, 0], atol=1e-6)  # the first sees only itself
 
@@ -159,15 +171,15 @@ def test_r7_routed_attention_uses_original_positions():
 def test_r6_the_order_of_slots_means_nothing():
     attention, (x, positions, segments) = make_attention(), inputs(8)
     order = np.array([5, 0, 3, 7, 1, 6, 2, 4])
-    shuffled = attention(x[:, order], positions[:, order], segments[:, order])
-    straight = attention(x, positions, segments)
+    shuffled = run(attention, x[:, order], positions[:, order], segments[:, order])
+    straight = run(attention, x, positions, segments)
     np.testing.assert_allclose(shuffled, straight[:, order], rtol=1e-5, atol=1e-6)
-    triangular = attention(x[:, order], positions, segments)  # causal by slot: the fault
+    triangular = run(attention, x[:, order], positions, segments)  # causal by slot: the fault
     assert np.abs(triangular - straight[:, order]).max() > 1e-2
 
 
 def test_bfloat16_attention_stays_close_and_returns_bfloat16():
     attention, (x, positions, segments) = make_attention(), inputs()
-    half = attention(x.astype(jnp.bfloat16), positions, segments)
+    half = run(attention, x.astype(jnp.bfloat16), positions, segments)
     assert half.dtype == jnp.bfloat16
-    np.testing.assert_allclose(half.astype(jnp.float32), attention(x, positions, segments), atol=0.05)
+    np.testing.assert_allclose(half.astype(jnp.float32), run(attention, x, positions, segments), atol=0.05)

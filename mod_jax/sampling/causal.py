@@ -1,0 +1,274 @@
+"""The decoder run causally over a cache: a whole prompt at once (`prefill`), one token (`decode_step`), a few (`extend`).
+
+All three are the training blocks (the same `score`, `decide`, `project`, `attend`, `with_mlp`) with keys and values kept in
+a cache, and a routed block computes on its selected tokens only. Shapes are static, how many tokens are selected is
+not: a block takes as many passes of a fixed size as it needs, so that a size is a matter of speed and never of result.
+
+Vocabulary: B rows, T new tokens of a row, C tokens of a row and R rows per pass, S cache slots, D width, L routed blocks.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mod_jax import routing
+from mod_jax.config import ConfigError
+from mod_jax.models.attention import attend
+from mod_jax.models.blocks import FullBlock, RoutedBlock, Stream, decide
+from mod_jax.models.decoder import Decoder, unstack
+from mod_jax.models.layers import Embedder, RMSNorm
+from mod_jax.sampling.cache import Cache, FullCache, RoutedCache, append, append_many
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """A decoder with every block apart, each weight an array of its own: decoding reads a weight where it lies."""
+
+    embedder: Embedder
+    blocks: tuple[FullBlock | RoutedBlock, ...]
+    final_norm: RMSNorm
+    dtype: jnp.dtype = dataclasses.field(metadata=dict(static=True))
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """float32 [B, T, V] from the residual stream behind the last block."""
+        return self.embedder.logits(self.final_norm(x_BTD))
+
+
+class Output(NamedTuple):
+    """`x_BTD` is the residual stream behind the last block (see `Layers.logits`); `selected_LBT` what was routed."""
+
+    x_BTD: jax.Array
+    cache: Cache
+    selected_LBT: jax.Array
+
+
+def split_layers(decoder: Decoder) -> Layers:
+    """Takes the stacked units of a decoder apart. Jit it: every weight is copied once."""
+    groups = [*unstack(decoder.units, decoder.num_units), decoder.tail]
+    blocks = tuple(block for group in groups for block in group.blocks)
+    for block in blocks:
+        if isinstance(block, RoutedBlock) and block.router.kind == "stochastic":
+            raise ConfigError("routing.score = 'stochastic' is a control for training: there is nothing to sample with")
+    return Layers(decoder.embedder, blocks, decoder.final_norm, decoder.dtype)
+
+
+def prefill(
+    layers: Layers,
+    tokens_BT: jax.Array,
+    valid_BT: jax.Array,
+    cache: Cache,
+    selection: str,
+    cutoffs_L: jax.Array,
+    kept_L: tuple[int, ...],
+) -> Output:
+    """Runs whole prompts of different lengths into an empty cache.
+
+    Padding may stand anywhere: the valid tokens of each row, in order, are its positions 0, 1, ..., and the output's first
+    columns. What the output holds behind a row's last token means nothing.
+
+    Args:
+      cache: of `init_cache`. If a routed block selects more tokens of a row than it has slots, the output is wrong,
+        and `overflowed(cache)` says so.
+      selection: a causal one.
+      cutoffs_L: read by selection "threshold".
+      kept_L: C of each routed block, tokens per row and pass. The expected number, with some slack, is fast.
+    """
+    B, T = tokens_BT.shape
+    idx_BT = jax.vmap(routing.pack_selected, (0, None))(valid_BT, T)
+    tokens_BT = jax.vmap(_take)(tokens_BT, idx_BT)
+    positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
+    live_BT = idx_BT < T
+
+    def full(block, x_BTD, block_cache):
+        def write(k_BKTH, v_BKTH):
+            new = FullCache(block_cache.k_BKSH.at[:, :, :T].set(k_BKTH), block_cache.v_BKSH.at[:, :, :T].set(v_BKTH))
+            return k_BKTH, v_BKTH, positions_BT, new
+
+        return _update(block, x_BTD, positions_BT, write, same_tokens=True)
+
+    def routed(block, x_BTD, block_cache, chosen):
+        return _run_tokens(block, x_BTD, positions_BT, block_cache, chosen, kept_L[chosen.index])
+
+    return _run(layers, tokens_BT, positions_BT, live_BT, cache, selection, cutoffs_L, full, routed)
+
+
+def extend(
+    layers: Layers,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    live_BT: jax.Array,
+    cache: Cache,
+    selection: str,
+    cutoffs_L: jax.Array,
+    kept_L: tuple[int, ...],
+) -> Output:
+    """Runs a few consecutive tokens of each row behind what its cache holds. Tokens that are not live touch nothing."""
+    full = _full_over_cache(positions_BT, live_BT)
+
+    def routed(block, x_BTD, block_cache, chosen):
+        return _run_tokens(block, x_BTD, positions_BT, block_cache, chosen, kept_L[chosen.index])
+
+    return _run(layers, tokens_BT, positions_BT, live_BT, cache, selection, cutoffs_L, full, routed)
+
+
+def decode_step(
+    layers: Layers,
+    tokens_B: jax.Array,
+    positions_B: jax.Array,
+    live_B: jax.Array,
+    cache: Cache,
+    selection: str,
+    cutoffs_L: jax.Array,
+    rows_L: tuple[int, ...],
+) -> Output:
+    """Runs one token of each row. Where no row selects it, a routed block's weights are not even read.
+
+    Args:
+      positions_B: the position of each token; it has nothing to do with how many slots a routed block has filled.
+      live_B: False for rows that are finished.
+      rows_L: R of each routed block, rows per pass (see `rows_per_pass`).
+    """
+    positions_B1, live_B1 = positions_B[:, None], live_B[:, None]
+    full = _full_over_cache(positions_B1, live_B1)
+
+    def routed(block, x_B1D, block_cache, chosen):
+        return _run_rows(block, x_B1D, positions_B1, block_cache, chosen, rows_L[chosen.index])
+
+    return _run(layers, tokens_B[:, None], positions_B1, live_B1, cache, selection, cutoffs_L, full, routed)
+
+
+class _Chosen(NamedTuple):
+    """What one routed block decided: its index among them, who is selected, and the weight on each update."""
+
+    index: int
+    selected_BT: jax.Array
+    gate_BT: jax.Array
+
+
+def _run(
+    layers: Layers, tokens_BT, positions_BT, live_BT, cache: Cache, selection: str, cutoffs_L, full: Callable, routed
+) -> Output:
+    """Embeds, then runs each block by `full` (giving its update) or `routed` (giving the new stream)."""
+    stream = Stream(positions_BT, live_BT.astype(jnp.int32))
+    x_BTD = layers.embedder.embed(tokens_BT, layers.dtype)
+    new_cache, selected = [], []
+    for block, block_cache in zip(layers.blocks, cache, strict=True):
+        if isinstance(block, FullBlock):
+            update_BTD, block_cache = full(block, x_BTD, block_cache)
+            x_BTD = x_BTD + update_BTD
+        else:
+            if block.gate_kind == "softmax":
+                raise ConfigError("routing.gate = 'softmax' weighs a token by later ones: no causal selection exists")
+            scores_BT, predictor_logits_BT = block.score(x_BTD, stream)
+            decided_BT = decide(selection, scores_BT, predictor_logits_BT, cutoffs_L[len(selected)])
+            chosen = _Chosen(len(selected), live_BT & decided_BT, block.gate(scores_BT, stream))
+            x_BTD, block_cache = routed(block, x_BTD, block_cache, chosen)
+            selected.append(chosen.selected_BT)
+        new_cache.append(block_cache)
+    return Output(x_BTD, tuple(new_cache), jnp.stack(selected) if selected else jnp.zeros((0, *tokens_BT.shape), bool))
+
+
+def _update(block: FullBlock, x_BTD, positions_BT, write: Callable, same_tokens: bool = False):
+    """(the block's update of x, new cache). `write(k, v)` stores them, and gives keys, values, positions to attend to."""
+    q, k, v = block.attention.project(block.attention_norm(x_BTD), positions_BT)
+    k_BKSH, v_BKSH, kv_positions_BS, cache = write(k, v)
+    one_document = (jnp.ones_like(positions_BT), jnp.ones_like(kv_positions_BS))
+    out = attend(q, k_BKSH, v_BKSH, positions_BT, kv_positions_BS, *one_document, same_tokens=same_tokens)
+    return block.with_mlp(x_BTD, block.attention.combine(out)), cache
+
+
+def _full_over_cache(positions_BT, live_BT) -> Callable:
+    """Runs a full block on new tokens over its cache, where slot = position."""
+
+    def full(block, x_BTD, cache: FullCache):
+        B, _, S, _ = cache.k_BKSH.shape
+
+        def write(k_BKTH, v_BKTH):
+            slots_BT = jnp.where(live_BT, positions_BT, S)  # out of bounds: dropped
+            k_BKSH, v_BKSH = (
+                jax.vmap(lambda old_KSH, new_KTH, slots_T: old_KSH.at[:, slots_T].set(new_KTH, mode="drop"))(
+                    old, new, slots_BT
+                )
+                for old, new in ((cache.k_BKSH, k_BKTH), (cache.v_BKSH, v_BKTH))
+            )
+            kv_positions_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None], (B, S))
+            return k_BKSH, v_BKSH, kv_positions_BS, FullCache(k_BKSH, v_BKSH)
+
+        return _update(block, x_BTD, positions_BT, write)
+
+    return full
+
+
+def _run_tokens(routed: RoutedBlock, x_BTD, positions_BT, cache: RoutedCache, chosen: _Chosen, num_kept: int):
+    """A routed block on each row's selected tokens, `num_kept` per row and pass, earlier tokens first."""
+    T = x_BTD.shape[1]
+
+    def one_pass(carry):
+        x_BTD, cache, left_BT = carry
+        idx_BC = jax.vmap(routing.pack_selected, (0, None))(left_BT, min(num_kept, T))
+        x_BCD, positions_BC, gate_BC = (jax.vmap(_take)(a, idx_BC) for a in (x_BTD, positions_BT, chosen.gate_BT))
+
+        def write(k_BKCH, v_BKCH):
+            new = append_many(cache, k_BKCH, v_BKCH, positions_BC, idx_BC < T)
+            return new.k_BKSH, new.v_BKSH, new.positions_BS, new
+
+        update_BCD, cache = _update(routed.block, x_BCD, positions_BC, write)
+        x_BTD = jax.vmap(_add)(x_BTD, idx_BC, _gated(gate_BC, update_BCD))
+        return x_BTD, cache, jax.vmap(_clear)(left_BT, idx_BC)
+
+    x_BTD, cache, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[2]), one_pass, (x_BTD, cache, chosen.selected_BT))
+    return x_BTD, cache
+
+
+def _run_rows(routed: RoutedBlock, x_B1D, positions_B1, cache: RoutedCache, chosen: _Chosen, num_rows: int):
+    """A routed block on the rows that selected their token, `num_rows` per pass."""
+    B = x_B1D.shape[0]
+
+    def one_pass(carry):
+        x_B1D, cache, left_B = carry
+        rows_R = routing.pack_selected(left_B, num_rows)
+        x_R1D, positions_R1, gate_R1 = (_take(a, rows_R) for a in (x_B1D, positions_B1, chosen.gate_BT))
+
+        def write(k_RK1H, v_RK1H):
+            new = append(cache, rows_R, k_RK1H[:, :, 0], v_RK1H[:, :, 0], positions_R1[:, 0])
+            read = new if B == 1 else jax.tree.map(lambda a: a.at[rows_R].get(mode="clip"), new)
+            return read.k_BKSH, read.v_BKSH, read.positions_BS, new
+
+        update_R1D, cache = _update(routed.block, x_R1D, positions_R1, write)
+        return _add(x_B1D, rows_R, _gated(gate_R1, update_R1D)), cache, _clear(left_B, rows_R)
+
+    carry = (x_B1D, cache, chosen.selected_BT[:, 0])
+    if B == 1:
+        carry = jax.lax.cond(carry[2][0], one_pass, lambda carry: carry, carry)
+    else:
+        carry = jax.lax.while_loop(lambda carry: jnp.any(carry[2]), one_pass, carry)
+    return carry[0], carry[1]
+
+
+def rows_per_pass(batch_size: int, capacity: float) -> int:
+    """R: the expected number of selected rows plus a standard deviation of it, rarely exceeded and rarely half empty."""
+    expected = batch_size * capacity
+    return max(1, min(batch_size, round(expected + (expected * (1 - capacity)) ** 0.5)))
+
+
+def _gated(gate_BT: jax.Array, update_BTD: jax.Array) -> jax.Array:
+    return (gate_BT[..., None] * update_BTD.astype(jnp.float32)).astype(update_BTD.dtype)
+
+
+# Slots of `routing.pack_selected`: an unused one reads zeros and writes nothing.
+
+
+def _take(x: jax.Array, idx: jax.Array) -> jax.Array:
+    return x.at[idx].get(mode="fill", fill_value=0, indices_are_sorted=True)
+
+
+def _add(x: jax.Array, idx: jax.Array, update: jax.Array) -> jax.Array:
+    return x.at[idx].add(update, mode="drop", indices_are_sorted=True)
+
+
+def _clear(left: jax.Array, idx: jax.Array) -> jax.Array:
+    return left.at[idx].set(False, mode="drop", indices_are_sorted=True)
