@@ -25,6 +25,8 @@ def get_config(arg="mod"):
     config.train.update(batch_size=4, flops=4e12 if rest else 1e12, log_every=50)
     if variant == "dense":
         config.routing.predictor = False
+    if variant in ("mod", "every"):
+        config.routing.aux_weight = 0.1  # trains the causal selection `router` too
     if variant == "stochastic":
         config.routing.update(score="stochastic", predictor=False)
     return config

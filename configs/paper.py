@@ -37,7 +37,9 @@ def get_config(arg="size=220m"):
             raise ValueError(f"configs/paper.py:{arg}: {name!r} must be one of {', '.join(options)}")
         options[name] = value
     if options["size"] not in SHAPES or options["model"] not in MODELS:
-        raise ValueError(f"configs/paper.py:{arg}: size is one of {', '.join(SHAPES)}, model one of {', '.join(MODELS)}")
+        raise ValueError(
+            f"configs/paper.py:{arg}: size is one of {', '.join(SHAPES)}, model one of {', '.join(MODELS)}"
+        )
     width, depth, head_dim, learning_rate = SHAPES[options["size"]]
     dense = options["model"] == "dense"
 

@@ -42,6 +42,37 @@ def read_config(value: ml_collections.ConfigDict | None) -> Config:
     return config_lib.from_config_dict(value)
 
 
+class DistributedError(RuntimeError):
+    """The processes of a run did not find each other, or do not agree on what to run."""
+
+
+def define_distributed() -> dict[str, flags.FlagHolder]:
+    """Defines the flags of a run with several processes."""
+    return {
+        "enabled": flags.DEFINE_bool("distributed", False, "Several processes; TPU pods and SLURM need no other flag."),
+        "coordinator_address": flags.DEFINE_string("coordinator_address", None, "host:port of process 0."),
+        "num_processes": flags.DEFINE_integer("num_processes", None, "Number of processes."),
+        "process_id": flags.DEFINE_integer("process_id", None, "Which of them this is, from 0."),
+    }
+
+
+def start_distributed(holders: dict[str, flags.FlagHolder]) -> None:
+    """Connects the processes, if asked to. Call before anything touches a device."""
+    values = {name: holder.value for name, holder in holders.items()}
+    enabled = values.pop("enabled")
+    given = {name: value for name, value in values.items() if value is not None}
+    if given and not enabled:
+        raise ConfigError(f"--{next(iter(given))} needs --distributed")
+    if not enabled:
+        return
+    import jax
+
+    try:
+        jax.distributed.initialize(**given)
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(f"the processes could not connect: {' '.join(str(error).split())}") from error
+
+
 def exit_code(run: Callable[[], None]) -> int:
     """Runs a command and returns its exit code. A known failure prints one line; an unknown one its traceback."""
     logging.set_verbosity(logging.WARNING)  # Orbax narrates at INFO
@@ -66,6 +97,7 @@ def _code_of(error: Exception) -> int:
         NumericsError: 3,
         StorageError: 4,
         DataError: 5,
+        DistributedError: 6,
         CheckpointMismatch: 7,
         ResumeRefused: 7,
     }

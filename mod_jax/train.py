@@ -1,7 +1,7 @@
 """Trains a model: python -m mod_jax.train --config=configs/cpu_demo.py:mod --workdir=runs/mod
 
 Exit codes: 0 done, or preempted and saved (the last line says which); 2 config; 3 numerics; 4 storage; 5 data;
-7 checkpoint refused; 1 anything else.
+6 distributed; 7 checkpoint refused; 1 anything else.
 """
 
 from absl import app, flags
@@ -12,12 +12,14 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; an existing o
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print size and cost, compile the step, train nothing.")
 EXTEND = flags.DEFINE_bool("extend", False, "Allow a changed run length when resuming.")
 CONFIG = cli.define_config()
+DISTRIBUTED = cli.define_distributed()
 
 
 def main(argv: list[str]) -> int:
     cli.refuse_arguments(argv)
 
     def run() -> None:
+        cli.start_distributed(DISTRIBUTED)
         from mod_jax.training import loop  # after flag errors: importing JAX takes seconds
 
         config = cli.read_config(CONFIG.value)

@@ -162,7 +162,8 @@ class RoutedBlock(nnx.Module):
         update_BCD = self.block.update(x_BCD, Stream(gather(stream.positions_BT, idx_BC), segments_BC))
         gate_BT = self.gate(scores_BT, stream)
         gated_BCD = gather(gate_BT, idx_BC)[..., None] * update_BCD.astype(jnp.float32)
-        gated_BCD = jnp.where(live_BC[..., None], gated_BCD, 0.0).astype(x_BTD.dtype)
+        # x + -0.0 is x bit for bit; x + 0.0 would turn -0.0 into 0.0.
+        gated_BCD = jnp.where(live_BC[..., None], gated_BCD, -0.0).astype(x_BTD.dtype)
 
         live_x_BCD = jnp.where(live_BC[..., None], x_BCD.astype(jnp.float32), 0.0)
         measured = dict(

@@ -88,8 +88,7 @@ def append(cache: RoutedCache, rows_M: jax.Array, k_MKH, v_MKH, positions_M: jax
     """Writes one token of each row in `rows_M` (different rows; B stands for none) behind the row's last one."""
     slots_M = cache.lengths_B.at[rows_M].get(mode="fill", fill_value=0)
     k_BKSH, v_BKSH = (
-        old.at[rows_M, :, slots_M].set(new, mode="drop")
-        for old, new in ((cache.k_BKSH, k_MKH), (cache.v_BKSH, v_MKH))
+        old.at[rows_M, :, slots_M].set(new, mode="drop") for old, new in ((cache.k_BKSH, k_MKH), (cache.v_BKSH, v_MKH))
     )
     return RoutedCache(
         k_BKSH,

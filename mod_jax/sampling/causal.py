@@ -1,10 +1,11 @@
-"""The decoder run causally over a cache: a whole prompt at once (`prefill`), one token (`decode_step`), a few (`extend`).
+"""The decoder run causally over a cache: whole prompts (`prefill`), one token (`decode_step`), a few tokens (`extend`).
 
-All three are the training blocks (the same `score`, `decide`, `project`, `attend`, `with_mlp`) with keys and values kept in
-a cache, and a routed block computes on its selected tokens only. Shapes are static, how many tokens are selected is
-not: a block takes as many passes of a fixed size as it needs, so that a size is a matter of speed and never of result.
+All three are the training blocks (the same `score`, `decide`, `project`, `attend`, `with_mlp`) with keys and values
+kept in a cache, and a routed block computes on its selected tokens only. Shapes are static, how many tokens are
+selected is not: a block takes as many passes of a fixed size as it needs, so that a size is a matter of speed and never
+of the result.
 
-Vocabulary: B rows, T new tokens of a row, C tokens of a row and R rows per pass, S cache slots, D width, L routed blocks.
+Vocabulary: B rows, T new tokens of a row, C tokens of a row or R rows per pass, S slots, D width, L routed blocks.
 """
 
 import dataclasses
@@ -67,8 +68,8 @@ def prefill(
 ) -> Output:
     """Runs whole prompts of different lengths into an empty cache.
 
-    Padding may stand anywhere: the valid tokens of each row, in order, are its positions 0, 1, ..., and the output's first
-    columns. What the output holds behind a row's last token means nothing.
+    Padding may stand anywhere: the valid tokens of each row, in order, are its positions 0, 1, ..., and the first
+    columns of the output. What the output holds behind a row's last token means nothing.
 
     Args:
       cache: of `init_cache`. If a routed block selects more tokens of a row than it has slots, the output is wrong,
@@ -136,6 +137,8 @@ def decode_step(
     full = _full_over_cache(positions_B1, live_B1)
 
     def routed(block, x_B1D, block_cache, chosen):
+        if tokens_B.shape[0] == 1:
+            return _run_one_row(block, x_B1D, positions_B1, block_cache, chosen)
         return _run_rows(block, x_B1D, positions_B1, block_cache, chosen, rows_L[chosen.index])
 
     return _run(layers, tokens_B[:, None], positions_B1, live_B1, cache, selection, cutoffs_L, full, routed)
@@ -173,12 +176,16 @@ def _run(
 
 
 def _update(block: FullBlock, x_BTD, positions_BT, write: Callable, same_tokens: bool = False):
-    """(the block's update of x, new cache). `write(k, v)` stores them, and gives keys, values, positions to attend to."""
+    """(the block's update of x, new cache). `write(k, v)` stores both; gives keys, values, positions to attend to."""
     q, k, v = block.attention.project(block.attention_norm(x_BTD), positions_BT)
-    k_BKSH, v_BKSH, kv_positions_BS, cache = write(k, v)
+    *seen, cache = write(k, v)
+    return _attend_and_mlp(block, x_BTD, q, positions_BT, *seen, same_tokens=same_tokens), cache
+
+
+def _attend_and_mlp(block: FullBlock, x_BTD, q, positions_BT, k_BKSH, v_BKSH, kv_positions_BS, same_tokens=False):
     one_document = (jnp.ones_like(positions_BT), jnp.ones_like(kv_positions_BS))
     out = attend(q, k_BKSH, v_BKSH, positions_BT, kv_positions_BS, *one_document, same_tokens=same_tokens)
-    return block.with_mlp(x_BTD, block.attention.combine(out)), cache
+    return block.with_mlp(x_BTD, block.attention.combine(out))
 
 
 def _full_over_cache(positions_BT, live_BT) -> Callable:
@@ -226,7 +233,6 @@ def _run_tokens(routed: RoutedBlock, x_BTD, positions_BT, cache: RoutedCache, ch
 
 def _run_rows(routed: RoutedBlock, x_B1D, positions_B1, cache: RoutedCache, chosen: _Chosen, num_rows: int):
     """A routed block on the rows that selected their token, `num_rows` per pass."""
-    B = x_B1D.shape[0]
 
     def one_pass(carry):
         x_B1D, cache, left_B = carry
@@ -235,22 +241,43 @@ def _run_rows(routed: RoutedBlock, x_B1D, positions_B1, cache: RoutedCache, chos
 
         def write(k_RK1H, v_RK1H):
             new = append(cache, rows_R, k_RK1H[:, :, 0], v_RK1H[:, :, 0], positions_R1[:, 0])
-            read = new if B == 1 else jax.tree.map(lambda a: a.at[rows_R].get(mode="clip"), new)
+            read = jax.tree.map(lambda a: a.at[rows_R].get(mode="clip"), new)
             return read.k_BKSH, read.v_BKSH, read.positions_BS, new
 
         update_R1D, cache = _update(routed.block, x_R1D, positions_R1, write)
         return _add(x_B1D, rows_R, _gated(gate_R1, update_R1D)), cache, _clear(left_B, rows_R)
 
     carry = (x_B1D, cache, chosen.selected_BT[:, 0])
-    if B == 1:
-        carry = jax.lax.cond(carry[2][0], one_pass, lambda carry: carry, carry)
-    else:
-        carry = jax.lax.while_loop(lambda carry: jnp.any(carry[2]), one_pass, carry)
-    return carry[0], carry[1]
+    x_B1D, cache, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[2]), one_pass, carry)
+    return x_B1D, cache
+
+
+def _run_one_row(routed: RoutedBlock, x_11D, positions_11, cache: RoutedCache, chosen: _Chosen):
+    """`_run_rows` at batch 1. No branch returns the cache: XLA would copy it, on the way past the block too."""
+    selected = chosen.selected_BT[0, 0]
+    attention = routed.block.attention
+
+    def project(x_11D):
+        return attention.project(routed.block.attention_norm(x_11D), positions_11)
+
+    def skip(x_11D):
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(project, x_11D))
+
+    q_11NH, k_1K1H, v_1K1H = jax.lax.cond(selected, project, skip, x_11D)
+    row_1 = jnp.where(selected, 0, 1)[None]
+    cache = append(cache, row_1, k_1K1H[:, :, 0], v_1K1H[:, :, 0], positions_11[0])
+
+    def finish(x_11D):
+        update_11D = _attend_and_mlp(
+            routed.block, x_11D, q_11NH, positions_11, cache.k_BKSH, cache.v_BKSH, cache.positions_BS
+        )
+        return x_11D + _gated(chosen.gate_BT, update_11D)
+
+    return jax.lax.cond(selected, finish, lambda x_11D: x_11D, x_11D), cache
 
 
 def rows_per_pass(batch_size: int, capacity: float) -> int:
-    """R: the expected number of selected rows plus a standard deviation of it, rarely exceeded and rarely half empty."""
+    """R: the expected number of selected rows plus one standard deviation, seldom exceeded and seldom half empty."""
     expected = batch_size * capacity
     return max(1, min(batch_size, round(expected + (expected * (1 - capacity)) ** 0.5)))
 

@@ -65,7 +65,7 @@ def forward_flops(
     T = seq_len or config.data.seq_len
     D = config.model.width
     if realised_capacity is not None and len(realised_capacity) != config.num_routed:
-        raise ValueError(f"realised_capacity has {len(realised_capacity)} entries for {config.num_routed} routed blocks")
+        raise ValueError(f"realised_capacity has {len(realised_capacity)} entries for {config.num_routed} routed")
     realised = iter(realised_capacity) if realised_capacity is not None else None
     linear = attention = router = predicted = 0.0
     for block in config.blocks:

@@ -164,13 +164,13 @@ class Checkpointer:
 
     def restore_params(self, abstract_params: Any, step: int | None = None) -> Restored | None:
         """Like `restore`, for the parameters alone; nothing else is read."""
+        restored = self.restore_fields({"params": abstract_params}, step)
+        return restored and restored._replace(state=restored.state["params"])
 
-        def load(candidate):
-            restored = self._load(candidate, {"params": abstract_params}, only_params=True)
-            return restored._replace(state=restored.state["params"])
-
-        _check_abstract(abstract_params)
-        return self._newest_good(step, load)
+    def restore_fields(self, abstract_fields: dict[str, Any], step: int | None = None) -> Restored | None:
+        """Like `restore`, for some fields of the state, {"params": ..., "cutoffs_L": ...}; no other array is read."""
+        _check_abstract(abstract_fields)
+        return self._newest_good(step, lambda candidate: self._load(candidate, abstract_fields, tuple(abstract_fields)))
 
     def read_metadata(self, step: int | None = None) -> dict[str, Any] | None:
         """Returns the metadata of a step, or of the newest one whose record is good, without reading arrays."""
@@ -270,20 +270,24 @@ class Checkpointer:
             )
         return None
 
-    def _load(self, step: int, abstract: Any, only_params: bool = False) -> Restored:
+    def _load(self, step: int, abstract: Any, fields: tuple[str, ...] | None = None) -> Restored:
         record = self._read_record(step)
         wanted = _flatten(abstract)
-        leaves = {path: leaf for path, leaf in record["leaves"].items() if _is_param(path) or not only_params}
+        leaves = {path: leaf for path, leaf in record["leaves"].items() if not fields or path.split("/")[0] in fields}
         saved_digests = {path: leaf.pop("digest") for path, leaf in leaves.items()}
         _check_structure(step, leaves, _describe(wanted))
 
         def read():
             restored = {path: _empty(leaf) for path, leaf in wanted.items() if not leaf.size}
             for name, item in _items(wanted).items():
-                if only_params and name != "params":
-                    continue
-                args = ocp.args.StandardRestore(item)
-                restored |= ocp.StandardCheckpointHandler().restore(self._directory / str(step) / name, args=args)
+                directory = self._directory / str(step) / name
+                if fields and name == "rest":
+                    placed = ocp.checkpoint_utils.construct_restore_args(item)
+                    args = ocp.args.PyTreeRestore(item, restore_args=placed, partial_restore=True)
+                    restored |= ocp.PyTreeCheckpointHandler().restore(directory, args=args)
+                else:
+                    args = ocp.args.StandardRestore(item)
+                    restored |= ocp.StandardCheckpointHandler().restore(directory, args=args)
             return restored
 
         restored = _together(read)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mod_jax.analysis.routing_stats import RoutingStats
+from mod_jax.analysis.routing_stats import RoutingStats, block_name
 from mod_jax.config import Config
 from mod_jax.data import pipeline
 from mod_jax.models.blocks import RoutingRecord, decide
@@ -59,12 +59,11 @@ class Evaluator:
         """
         metrics = {}
         stats = {s: RoutingStats(self._config.routed_depths) for s in self._config.causal_selections}
-        loss, bits = self._loss(state, "topk", stats)
+        loss, bits, _ = self._loss(state, "topk", stats)
         metrics["eval/topk_loss"], metrics["eval/topk_bits_per_byte"] = loss, bits
         for selection, block_stats in stats.items():
             self.check_causal(state, selection)
-            causal_loss, causal_bits = self._loss(state, selection)
-            capacity_L = block_stats.summary()["realised_capacity"]
+            causal_loss, causal_bits, capacity_L = self._loss(state, selection)
             forward = flops.forward_flops(self._config, self._tokenizer.vocab_size, realised_capacity=tuple(capacity_L))
             metrics |= {
                 f"eval/causal_loss/{selection}": causal_loss,
@@ -73,7 +72,12 @@ class Evaluator:
                 f"eval/realised_capacity/{selection}": float(np.mean(capacity_L)),
                 f"eval/forward_flops_per_token/{selection}": forward.total / self._config.data.seq_len,
             }
+            # Agreement with top-k is judged along top-k's own run; what was really computed on, along the causal one.
             metrics |= block_stats.metrics(selection)
+            metrics |= {
+                f"routing/{block_name(depth)}/realised_capacity/{selection}": float(capacity)
+                for depth, capacity in zip(self._config.routed_depths, capacity_L, strict=True)
+            }
         return metrics
 
     def check_causal(self, state: TrainState, selection: str) -> float:
@@ -117,19 +121,25 @@ class Evaluator:
         return pieces, records
 
     def _loss(self, state: TrainState, selection: str, stats: dict[str, RoutingStats] | None = None):
-        """(nats per token, bits per byte) over all windows; under top-k, fills each causal selection's statistics."""
+        """(nats per token, bits per byte, fraction of tokens selected per routed block) over all windows.
+
+        Under top-k, fills each causal selection's statistics.
+        """
         nats = tokens = num_bytes = 0
+        selected_L = np.zeros(self._config.num_routed)
         for index, batch in enumerate(self.batches):
             batch_nats, record, decided = self._score(state, self._put(batch), index, selection=selection)
             valid_BT = batch["segment_ids_BT"] > 0
             nats += float(batch_nats)
             tokens += int(valid_BT.sum())
             num_bytes += int(self._tokenizer.byte_lengths[batch["targets_BT"][valid_BT]].sum())
+            if record is not None:
+                selected_L += np.sum(jax.device_get(record.selected_BT) & valid_BT, axis=(1, 2))
             if stats:
                 record, decided = jax.device_get((record, decided))
                 for name, sums in stats.items():
                     sums.update(record.router_logits_BT, decided[name], record.selected_BT, valid_BT, record.gate_BT)
-        return nats / tokens, pipeline.bits_per_byte(nats, num_bytes)
+        return nats / tokens, pipeline.bits_per_byte(nats, num_bytes), selected_L / tokens
 
     def _put(self, batch: pipeline.Batch) -> dict[str, jax.Array]:
         rows = local_rows(self._mesh, self._batch_size)

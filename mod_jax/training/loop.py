@@ -6,6 +6,7 @@ the same command resumes; a finished run is only reported again.
 
 import dataclasses
 import enum
+import functools
 import json
 import os
 import pathlib
@@ -16,11 +17,14 @@ from typing import Any
 
 import flax
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 import mod_jax
 from mod_jax import config as config_lib
 from mod_jax.config import Config, ConfigError
 from mod_jax.data import pipeline
+from mod_jax.data.sources import DataError
 from mod_jax.scaling import flops, sharding
 from mod_jax.training import checkpoint
 from mod_jax.training.checkpoint import Checkpointer, ResumeRefused
@@ -86,8 +90,9 @@ def train(config: Config, workdir: str | os.PathLike, *, extend: bool = False) -
                 evals = watch.evaluate(step, evaluator, state) if eval_is_due(run, step) and not stop else None
                 if save_is_due(run, step) or stop:
                     watch.flush()  # raises after too many bad steps: then nothing is saved
-                    with watch.pause():
-                        checkpointer.save(step, state, metadata(run), evals)
+                    if stop or step == run.num_steps or not watch.bad_steps:  # else older, good steps would be lost
+                        with watch.pause():
+                            checkpointer.save(step, state, metadata(run), evals)
                 if stop:
                     checkpointer.wait()
                     watch.close()
@@ -110,6 +115,7 @@ def dry_run(config: Config, workdir: str | os.PathLike) -> None:
 def prepare_run(config: Config, workdir: str | os.PathLike) -> Run:
     """Opens the data, checks what needs data or devices to check, and describes the run on stdout."""
     corpus = pipeline.prepare(config.data)
+    check_processes_agree(config, corpus)
     vocab_size = vocabulary(config, corpus)
     mesh = sharding.make_mesh(config)
     model = make_model(config, vocab_size)
@@ -127,6 +133,20 @@ def prepare_run(config: Config, workdir: str | os.PathLike) -> Run:
     if jax.process_index() == 0:
         print(describe(run), flush=True)
     return run
+
+
+def check_processes_agree(config: Config, corpus: pipeline.Corpus) -> None:
+    """Raises ConfigError or DataError, in every process alike, if the processes of a run hold different ones."""
+    if jax.process_count() == 1:
+        return
+    for what, mine, error in (
+        ("config", config_lib.fingerprint(config), ConfigError),
+        ("corpus", corpus.digest[:12], DataError),
+    ):
+        everyone = multihost_utils.process_allgather(np.frombuffer(mine.encode(), np.uint8))
+        names = [bytes(row).decode() for row in everyone]
+        if len(set(names)) > 1:
+            raise error(f"the processes of this run hold different {what}s, by process: {', '.join(names)}")
 
 
 def vocabulary(config: Config, corpus: pipeline.Corpus) -> int:
@@ -175,7 +195,13 @@ def restore_or_init(run: Run, checkpointer: Checkpointer, extend: bool) -> Train
 def compile_step(run: Run) -> jax.stages.Compiled:
     """Compiles the train step ahead of time: once per run, and batches of another shape are refused, not recompiled."""
     start = time.perf_counter()
-    step = jax.jit(make_train_step(run.config, run.model, run.num_steps), donate_argnums=0)
+    # The state comes back laid out as it went in, or the next call would be refused.
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state)
+    step = jax.jit(
+        make_train_step(run.config, run.model, run.num_steps),
+        donate_argnums=0,
+        out_shardings=(shardings, sharding.replicated(run.mesh)),
+    )
     shape = (run.config.train.batch_size, run.config.data.seq_len)
     batch_sharding = sharding.batch_sharding(run.mesh)
     batch = {name: jax.ShapeDtypeStruct(shape, "int32", sharding=batch_sharding) for name in MODEL_INPUTS}
@@ -232,8 +258,12 @@ def _is_due(step: int, every: int, last_step: int) -> bool:
 
 
 def has_eval(run: Run, step: int) -> bool:
-    rows = read_metrics(run.workdir / "metrics.jsonl")
-    return any(row["step"] == step and "eval/topk_loss" in row for row in rows)
+    """Whether metrics.jsonl has an evaluation of this step. Process 0 wrote the file, so it answers for all."""
+    found = False
+    if jax.process_index() == 0:
+        rows = read_metrics(run.workdir / "metrics.jsonl")
+        found = any(row["step"] == step and "eval/topk_loss" in row for row in rows)
+    return bool(multihost_utils.broadcast_one_to_all(np.array(found))) if jax.process_count() > 1 else found
 
 
 def metadata(run: Run) -> dict[str, Any]:
@@ -253,6 +283,7 @@ def metadata(run: Run) -> dict[str, Any]:
     }
 
 
+@functools.cache  # what runs is what was imported, and a save should not wait for git
 def commit() -> str:
     """The checked-out commit of the source, "-dirty" if it was edited; "unknown" outside a checkout."""
     here = pathlib.Path(__file__).parent

@@ -42,6 +42,7 @@ class Watch:
         self._window: list[dict[str, Any]] = []
         self._step = first_step
         self._warned: set[str] = set()
+        self.bad_steps = 0  # consecutive non-finite steps up to the last flush
         self.say = self._console.say
         self.pause = self._throughput.pause
 
@@ -69,6 +70,7 @@ class Watch:
         self._write(metrics)
         self._console.log(self._step, metrics)
         self._warn(metrics)
+        self.bad_steps = int(window[-1]["train/bad_steps"])
         bad_steps = max(int(m["train/bad_steps"]) for m in window)
         if bad_steps >= self._config.train.max_bad_steps:
             raise NumericsError(
@@ -89,9 +91,10 @@ class Watch:
         """Draws the report and says in a few lines how the run ended."""
         self.flush()
         self._writer.flush()
-        rows = read_metrics(workdir / "metrics.jsonl")
         pieces, records = evaluator.records(state)
-        if jax.process_index() == 0:
+        rows = []
+        if jax.process_index() == 0:  # alone has the rows
+            rows = read_metrics(workdir / "metrics.jsonl")
             write_report(workdir / "report", rows, pieces, records, jax.device_get(state.cutoffs_L), self._config)
         self._console.close()
         tokens, total_flops = self._step * self._tokens_per_step, self._step * self._flops_per_step

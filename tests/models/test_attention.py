@@ -98,7 +98,9 @@ def test_a_sharp_softmax_neither_overflows_nor_vanishes():
     positions, segments = jnp.array([[0, 1]]), jnp.array([[1, 1]])
     out = attend(q, k, v, positions, positions, segments, segments)
     np.testing.assert_array_equal(out[0, :, 0], np.ones((2, 4)))  # logits 20000 and -20000
-    only_low = attend(q[:, 1:], k[:, :, 1:], v[:, :, 1:], *(a[:, 1:] for a in (positions, positions, segments, segments)))
+    only_low = attend(
+        q[:, 1:], k[:, :, 1:], v[:, :, 1:], *(a[:, 1:] for a in (positions, positions, segments, segments))
+    )
     np.testing.assert_array_equal(only_low[0, 0, 0], 2 * np.ones(4))
 
 

@@ -1,0 +1,108 @@
+"""Continues prompts with a trained model: python -m mod_jax.sample --workdir=runs/mod --prompt="def main("
+
+Without --prompt or --prompt_file the prompt is read from stdin. Text goes to stdout as it is chosen, everything else to
+stderr. Exit codes: 0 done; 2 config or request; 4 storage; 5 data; 7 checkpoint refused; 1 anything else.
+"""
+
+import os
+import pathlib
+import sys
+
+from absl import app, flags, logging
+
+from mod_jax import cli
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
+STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; default: the newest.")
+PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to continue; may be repeated, then all go in one batch.")
+PROMPT_FILE = flags.DEFINE_multi_string("prompt_file", [], "File whose whole text is a prompt; may be repeated.")
+MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", None, "Per prompt; default: up to the model's context.")
+TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0: greedy, always the likeliest token.")
+TOP_K = flags.DEFINE_integer("top_k", None, "Choose among the k likeliest tokens; default: all.")
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together have this probability.")
+SEED = flags.DEFINE_integer("seed", 0, "Of the random choices.")
+STOP = flags.DEFINE_multi_string("stop", [], "Text that ends a completion; may be repeated.")
+STOP_TOKEN = flags.DEFINE_multi_integer("stop_token", [], "Token id that ends a completion; may be repeated.")
+TRUNCATE = flags.DEFINE_bool("truncate", False, "Keep the end of a prompt that is too long, in place of refusing it.")
+SELECTION = flags.DEFINE_string("selection", None, "router, predictor or threshold; default: predictor if trained.")
+CAPACITY = flags.DEFINE_float(
+    "capacity", None, "Compute budget in (0, 1]: shifts the cut-offs of selection `threshold`, on held-out text."
+)
+
+
+def main(argv: list[str]) -> int:
+    cli.refuse_arguments(argv)
+    return cli.exit_code(run)
+
+
+def run() -> None:
+    from mod_jax import sampling  # after flag errors: importing JAX takes seconds
+
+    logging.set_verbosity(logging.ERROR)  # Orbax warns that what was opened read-only is read-only
+    options = dict(
+        max_new_tokens=MAX_NEW_TOKENS.value,
+        temperature=TEMPERATURE.value,
+        top_k=TOP_K.value,
+        top_p=TOP_P.value,
+        seed=SEED.value,
+        stop_strings=STOP.value,
+        stop_tokens=STOP_TOKEN.value,
+        truncate=TRUNCATE.value,
+    )
+    sampling.Options(**options)  # refuses bad values before anything is loaded
+    prompts = read_prompts()
+    sampler = make_sampler()
+    say(sampler.describe(len(prompts)))
+
+    single = len(prompts) == 1
+    completions = sampler.generate(prompts, on_text=show if single else None, **options)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if single:
+            print(flush=True)
+        else:
+            print(f"=== {prompt.decode(errors='replace')!r}\n{completion.text}", flush=True)
+        say(
+            f"{len(completion.tokens)} tokens, ended by {completion.finish_reason}; "
+            f"its tokens entered {completion.routed_fraction:.1%} of the routed blocks"
+        )
+
+
+def make_sampler():
+    """The sampler of the run, under the budget asked for."""
+    from mod_jax import sampling
+    from mod_jax.sampling import budget
+
+    model = sampling.restore(WORKDIR.value, STEP.value)
+    if CAPACITY.value is None:
+        return sampling.Sampler(model, SELECTION.value)
+    if SELECTION.value not in (None, "threshold"):
+        raise sampling.RequestError(
+            f"capacity shifts the cut-offs of selection 'threshold', not of {SELECTION.value!r}"
+        )
+    shifted = budget.calibrate(model, CAPACITY.value, budget.held_out_batches(model))
+    say(f"cut-offs for capacity {CAPACITY.value:g}: {', '.join(f'{cutoff:.4f}' for cutoff in shifted.cutoffs_L)}")
+    return sampling.Sampler(model, "threshold", cutoffs_L=shifted.cutoffs_L, capacity_L=shifted.capacity_L)
+
+
+def read_prompts() -> list[bytes]:
+    from mod_jax.sampling import RequestError
+
+    prompts = [os.fsencode(prompt) for prompt in PROMPT.value]
+    for path in PROMPT_FILE.value:
+        try:
+            prompts.append(pathlib.Path(path).expanduser().read_bytes())
+        except OSError as error:
+            raise RequestError(f"prompt_file = {path!r}: cannot be read ({error.strerror})") from None
+    return prompts or [sys.stdin.buffer.read()]
+
+
+def show(_: int, text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=cli.parse_flags)

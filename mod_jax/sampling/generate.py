@@ -1,0 +1,355 @@
+"""Text from a trained model: `generate("runs/mod", "def ")`, or a `Sampler` kept for many calls.
+
+A batch of prompts is one `prefill`, then one compiled loop of `decode_step`s that runs until every row has ended, or
+for as many steps as the caller wants to wait: one when streaming, a few when stop strings are looked for. Lengths are
+rounded up to buckets, so that the number of compiled programs is bounded by the context and not by the prompts.
+
+Vocabulary: B rows, T prompt tokens (rounded up), N positions of a row (prompt and new tokens, rounded up), V
+vocabulary, L routed blocks. A row is *live* until it has ended.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mod_jax.sampling import cache as cache_lib
+from mod_jax.sampling import causal
+from mod_jax.sampling.cache import Cache
+from mod_jax.sampling.choice import Knobs, Options, RequestError, choose, row_keys
+from mod_jax.sampling.restore import TrainedModel, causal_selection, restore
+from mod_jax.sampling.text import Completion, Prompt, Row, TextStream, encode_prompt
+from mod_jax.training.optimizer import is_decayed
+
+MIN_BUCKET = 32
+STEPS_BETWEEN_STOP_CHECKS = 16
+
+
+class CacheOverflowError(RuntimeError):
+    """A routed block selected more tokens of a row than its cache has slots, and growing was ruled out."""
+
+
+class GenerationState(NamedTuple):
+    """All that changes while a batch is generated. Positions are `prompt_lengths_B + produced_B - 1`, never slots."""
+
+    cache: Cache
+    prompt_lengths_B: jax.Array
+    limits_B: jax.Array  # tokens to produce at most
+    produced_B: jax.Array
+    done_B: jax.Array
+    output_BN: jax.Array  # tokens produced; the last one was not fed to the model yet
+    fed_B: jax.Array  # tokens run through the model, the prompt's with them
+    selected_B: jax.Array  # routed blocks that those tokens entered
+    steps: jax.Array  # decoding steps so far
+
+
+class Sampler:
+    """A trained model with its compiled programs."""
+
+    def __init__(
+        self,
+        model: TrainedModel,
+        selection: str | None = None,
+        *,
+        cutoffs_L: jax.Array | None = None,
+        capacity_L: tuple[float, ...] | None = None,
+        overflow: str = "grow",
+    ):
+        """Prepares `model` for sampling.
+
+        Args:
+          selection: a causal one that was trained; None for the default (see `causal_selection`).
+          cutoffs_L: in place of the model's own, for selection "threshold" (see `budget.calibrate`).
+          capacity_L: the fraction that each routed block is expected to select, to size caches; None: as in training.
+          overflow: what to do when a row needs more slots than it has: "grow" the cache, or raise an "error".
+        """
+        if overflow not in ("grow", "error"):
+            raise RequestError(f"overflow = {overflow!r}: must be grow or error")
+        self.config, self.tokenizer = model.config, model.tokenizer
+        self.selection = causal_selection(model.config, selection)
+        self._cutoffs_L = model.cutoffs_L if cutoffs_L is None else jnp.asarray(cutoffs_L, jnp.float32)
+        self._capacity_L = capacity_L or tuple(block.capacity for block in self.config.blocks if block.kind == "R")
+        self._overflow = overflow
+
+        dtype = jnp.dtype(self.config.model.dtype)
+
+        def split(params):
+            # The matrices are rounded to the compute dtype at every use: once is as good, and halves what is read.
+            params = jax.tree_util.tree_map_with_path(lambda p, x: x.astype(dtype) if is_decayed(p) else x, params)
+            return causal.split_layers(nnx.merge(model.model.graphdef, nnx.State(params)))
+
+        # Flat, because passing modules through `jit` costs more time than a small model's step.
+        self._weights, self._structure = jax.tree.flatten(jax.jit(split)(model.params))
+        self._prefill = jax.jit(self._prefill_program, static_argnames=("num_positions", "growth"))
+        self._advance = jax.jit(self._advance_program, donate_argnames="state")
+        self._grow = jax.jit(cache_lib.grow, static_argnames="slots")
+        self._score = jax.jit(self._score_program)
+        self._score_stepwise = jax.jit(self._score_stepwise_program)
+
+    @property
+    def num_programs(self) -> int:
+        """Programs compiled so far."""
+        return sum(
+            f._cache_size() for f in (self._prefill, self._advance, self._grow, self._score, self._score_stepwise)
+        )
+
+    def describe(self, batch_size: int, num_positions: int | None = None) -> str:
+        """The selection and the memory of the caches, dense against routed, for a person."""
+        positions = num_positions or self.config.model.context
+        slots = cache_lib.slot_counts(self.config, positions, self._capacity_L)
+        ours = cache_lib.cache_bytes(self.config, batch_size, slots)
+        full = cache_lib.cache_bytes(self.config, batch_size, (positions,) * len(slots))
+        trained = ", ".join(self.config.causal_selections) or "none, the model is dense"
+        return (
+            f"selection {self.selection} (trained: {trained}); cache for {batch_size} x {positions} positions "
+            f"{ours / 2**20:.2f} MiB, {ours / full:.3f} of a dense model's {full / 2**20:.2f} MiB"
+        )
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], *, on_text: Callable[[int, str], None] | None = None, **options
+    ) -> list[Completion]:
+        """Completes prompts, all in one batch.
+
+        Args:
+          prompts: one prompt or several: text, or token ids. A list of integers is one prompt.
+          on_text: called with (row, new text) after every step.
+          **options: see `Options`.
+
+        Raises:
+          RequestError: naming what cannot be done.
+          CacheOverflowError: only if this sampler was told not to grow its caches.
+        """
+        options = Options(**options)
+        rows = self._rows(_as_list(prompts), options)
+        steps = 1 if on_text else STEPS_BETWEEN_STOP_CHECKS if options.stop_strings else self.config.model.context
+        for _ in self._run(rows, options, steps):
+            for index, row in enumerate(rows):
+                if on_text and row.new_text:
+                    on_text(index, row.new_text)
+        return [row.completion() for row in rows]
+
+    def stream(self, prompt: Prompt, **options) -> Iterator[str]:
+        """Yields the completion of one prompt piece by piece."""
+        options = Options(**options)
+        rows = self._rows([prompt], options)
+        for _ in self._run(rows, options, 1):
+            if rows[0].new_text:
+                yield rows[0].new_text
+
+    def log_likelihoods(self, prompts: Prompt | Sequence[Prompt], *, stepwise: bool = False) -> list[np.ndarray]:
+        """log p of each token behind the separator given those before it: by one prefill, or `stepwise` by decoding."""
+        prompts = [encode_prompt(self.tokenizer, p, self.config.model.context, False) for p in _as_list(prompts)]
+        tokens_BT, lengths_B = _pad(prompts, self._bucket(max(map(len, prompts))))
+        score = self._score_stepwise if stepwise else self._score
+        scores_BT = jax.device_get(score(self._weights, self._cutoffs_L, tokens_BT, lengths_B))
+        return [scores_T[: length - 1] for scores_T, length in zip(scores_BT, lengths_B, strict=True)]
+
+    # The host side of a generation.
+
+    def _rows(self, prompts: list[Prompt], options: Options) -> list[Row]:
+        context, wanted = self.config.model.context, options.max_new_tokens
+        if wanted is not None and wanted >= context:
+            raise RequestError(f"max_new_tokens = {wanted}: must be < {context}, the model's context")
+        for token in options.stop_tokens:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.tokenizer.vocab_size:
+                raise RequestError(f"stop_tokens: {token!r} must be an id in [0, {self.tokenizer.vocab_size})")
+        rows = []
+        for prompt in prompts:
+            ids = encode_prompt(self.tokenizer, prompt, context - (wanted or 1), options.truncate)
+            text = TextStream(self.tokenizer, options.stop_strings)
+            rows.append(Row(ids, wanted or context - ids.size, text, self.config.num_routed))
+        return rows
+
+    def _run(self, rows: list[Row], options: Options, steps: int) -> Iterator[None]:
+        """Generates for all rows; yields after every `steps` steps, with what is new in the rows."""
+        if not rows:
+            return
+        num_positions = self._bucket(max(row.ids.size + row.limit for row in rows))
+        stop_V = np.zeros(self.tokenizer.vocab_size, bool)
+        stop_V[[self.tokenizer.separator_id, *options.stop_tokens]] = True
+        request = (self._cutoffs_L, options.knobs(), row_keys(options.seed, len(rows)), stop_V)
+        growth, state = self._start(rows, request, num_positions)
+        target = 0  # decoding steps wanted by now
+        while True:
+            self._take(rows, state, stop_V)
+            ended_B = np.array([bool(row.finish_reason) for row in rows])
+            if int(state.steps) >= target or ended_B.all():
+                yield
+                if ended_B.all():
+                    return
+                target = int(state.steps) + steps
+            elif self._overflow == "error":
+                raise self._overflow_error(num_positions, growth)
+            else:
+                growth += 1
+                slots = cache_lib.slot_counts(self.config, num_positions, self._capacity_L, growth)
+                state = state._replace(cache=self._grow(state.cache, slots=slots))
+            # By a stop string, too, of which the device knows nothing.
+            state = state._replace(done_B=state.done_B | ended_B)
+            state = self._advance(self._weights, *request, state=state, target=np.int32(target))
+
+    def _take(self, rows: list[Row], state: GenerationState, stop_V: np.ndarray) -> None:
+        """Reads from the device what each row has by now."""
+        fields = (state.produced_B, state.output_BN, state.fed_B, state.selected_B)
+        for row, produced, tokens_N, fed, selected in zip(rows, *jax.device_get(fields), strict=True):
+            row.take(tokens_N[:produced], stop_V, int(fed), int(selected))
+
+    def _start(self, rows, request, num_positions: int) -> tuple[int, GenerationState]:
+        """Runs the prompts; returns how often the cache had to grow for them, and the state with one token produced."""
+        tokens_BT, lengths_B = _pad([row.ids for row in rows], self._bucket(max(row.ids.size for row in rows)))
+        limits_B = np.array([row.limit for row in rows], np.int32)
+        growth = 0
+        while True:
+            size = dict(num_positions=num_positions, growth=growth)
+            state, overflowed = self._prefill(self._weights, *request, tokens_BT, lengths_B, limits_B, **size)
+            if not overflowed:
+                return growth, state
+            if self._overflow == "error":
+                raise self._overflow_error(num_positions, growth)
+            growth += 1
+
+    def _overflow_error(self, num_positions: int, growth: int) -> CacheOverflowError:
+        slots = cache_lib.slot_counts(self.config, num_positions, self._capacity_L, growth)
+        routed = ", ".join(str(slots[depth]) for depth in self.config.routed_depths)
+        return CacheOverflowError(
+            f"a row needs more slots than its routed blocks have ({routed} for {num_positions} positions): "
+            "raise capacity_L, or let the cache grow (overflow = 'grow')"
+        )
+
+    def _bucket(self, length: int) -> int:
+        """`length` rounded up to a power of two, at least MIN_BUCKET, at most the context."""
+        return min(max(MIN_BUCKET, 1 << (length - 1).bit_length()), self.config.model.context)
+
+    # The device side: pure functions, each compiled once per shape.
+
+    def _prompt(self, weights, cutoffs_L, tokens_BT, lengths_B, slots):
+        layers = jax.tree.unflatten(self._structure, weights)
+        B, T = tokens_BT.shape
+        kept_L = tuple(cache_lib.routed_slots(T, capacity) for capacity in self._capacity_L)
+        cache = cache_lib.init_cache(self.config, B, slots)
+        valid_BT = jnp.arange(T)[None] < lengths_B[:, None]
+        return layers, causal.prefill(layers, tokens_BT, valid_BT, cache, self.selection, cutoffs_L, kept_L)
+
+    def _prefill_program(
+        self, weights, cutoffs_L, knobs, keys_B, stop_V, tokens_BT, lengths_B, limits_B, *, num_positions, growth
+    ) -> tuple[GenerationState, jax.Array]:
+        slots = cache_lib.slot_counts(self.config, num_positions, self._capacity_L, growth)
+        layers, output = self._prompt(weights, cutoffs_L, tokens_BT, lengths_B, slots)
+        zeros_B = jnp.zeros_like(lengths_B)
+        state = GenerationState(
+            cache=output.cache,
+            prompt_lengths_B=lengths_B,
+            limits_B=limits_B,
+            produced_B=zeros_B,
+            done_B=zeros_B > 0,
+            output_BN=jnp.zeros((len(lengths_B), num_positions), jnp.int32),
+            fed_B=lengths_B,
+            selected_B=jnp.sum(output.selected_LBT, axis=(0, 2), dtype=jnp.int32),
+            steps=jnp.zeros((), jnp.int32),
+        )
+        last_B1D = jnp.take_along_axis(output.x_BTD, lengths_B[:, None, None] - 1, axis=1)
+        state = self._produce(state, layers.logits(last_B1D)[:, 0], knobs, keys_B, stop_V)
+        return state, cache_lib.overflowed(output.cache)
+
+    def _advance_program(self, weights, cutoffs_L, knobs: Knobs, keys_B, stop_V, *, state, target) -> GenerationState:
+        """Decodes until `target` steps were made, every row has ended, or a live row's cache is full."""
+        layers = jax.tree.unflatten(self._structure, weights)
+        B, num_positions = state.output_BN.shape
+        rows_L = self._rows_per_pass(B)
+
+        def goes_on(state):
+            room_B = cache_lib.has_room(state.cache, num_positions) | state.done_B
+            return (state.steps < target) & ~jnp.all(state.done_B) & jnp.all(room_B)
+
+        def step(state):
+            last_B1 = jnp.take_along_axis(state.output_BN, state.produced_B[:, None] - 1, axis=1)
+            positions_B, live_B = state.prompt_lengths_B + state.produced_B - 1, ~state.done_B
+            output = causal.decode_step(
+                layers, last_B1[:, 0], positions_B, live_B, state.cache, self.selection, cutoffs_L, rows_L
+            )
+            state = state._replace(
+                cache=output.cache,
+                fed_B=state.fed_B + live_B,
+                selected_B=state.selected_B + jnp.sum(output.selected_LBT, axis=(0, 2), dtype=jnp.int32),
+                steps=state.steps + 1,
+            )
+            return self._produce(state, layers.logits(output.x_BTD)[:, 0], knobs, keys_B, stop_V)
+
+        return jax.lax.while_loop(goes_on, step, state)
+
+    def _produce(self, state: GenerationState, logits_BV, knobs, keys_B, stop_V) -> GenerationState:
+        """Chooses the next token of every live row."""
+        num_ids = self.tokenizer.vocab_size  # the table may have more rows, which stand for nothing
+        keys_B = jax.vmap(jax.random.fold_in)(keys_B, state.produced_B)
+        chosen_B = choose(logits_BV[:, :num_ids], knobs, keys_B)
+        live_B = ~state.done_B
+        column_B = jnp.where(live_B, state.produced_B, state.output_BN.shape[1])  # out of bounds: dropped
+        put = jax.vmap(lambda row_N, column, token: row_N.at[column].set(token, mode="drop"))
+        produced_B = state.produced_B + live_B
+        ends_B = stop_V[chosen_B] | (produced_B >= state.limits_B)
+        return state._replace(
+            output_BN=put(state.output_BN, column_B, chosen_B),
+            produced_B=produced_B,
+            done_B=state.done_B | (live_B & ends_B),
+        )
+
+    def _score_program(self, weights, cutoffs_L, tokens_BT, lengths_B) -> jax.Array:
+        slots = (tokens_BT.shape[1],) * len(self.config.blocks)  # as many as positions: nothing can overflow
+        layers, output = self._prompt(weights, cutoffs_L, tokens_BT, lengths_B, slots)
+        return _log_p(layers.logits(output.x_BTD)[:, :-1], tokens_BT[:, 1:])
+
+    def _score_stepwise_program(self, weights, cutoffs_L, tokens_BT, lengths_B) -> jax.Array:
+        layers = jax.tree.unflatten(self._structure, weights)
+        B, T = tokens_BT.shape
+
+        def step(cache, position):
+            positions_B = jnp.full(B, position, jnp.int32)
+            output = causal.decode_step(
+                layers,
+                tokens_BT[:, position],
+                positions_B,
+                positions_B < lengths_B,
+                cache,
+                self.selection,
+                cutoffs_L,
+                self._rows_per_pass(B),
+            )
+            return output.cache, _log_p(layers.logits(output.x_BTD), tokens_BT[:, position + 1][:, None])[:, 0]
+
+        cache = cache_lib.init_cache(self.config, B, (T,) * len(self.config.blocks))
+        return jax.lax.scan(step, cache, jnp.arange(T - 1))[1].T
+
+    def _rows_per_pass(self, batch_size: int) -> tuple[int, ...]:
+        return tuple(causal.rows_per_pass(batch_size, capacity) for capacity in self._capacity_L)
+
+
+def generate(
+    model: str | os.PathLike | Sampler, prompts: Prompt | Sequence[Prompt], *, selection: str | None = None, **options
+) -> list[Completion]:
+    """Completes prompts with the newest checkpoint of a workdir, or with a `Sampler`. For `options` see `Options`."""
+    sampler = model if isinstance(model, Sampler) else Sampler(restore(model), selection)
+    return sampler.generate(prompts, **options)
+
+
+def _log_p(logits_BTV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), tokens_BT[..., None], axis=-1)[..., 0]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if not isinstance(prompts, str | bytes | np.ndarray | Sequence):
+        raise RequestError(f"prompts = {prompts!r}: must be text, token ids, or a list of such")
+    one = isinstance(prompts, str | bytes | np.ndarray) or (
+        len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+    )
+    return [prompts] if one else list(prompts)
+
+
+def _pad(rows: list[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens [B, length] with zeros behind each row, lengths [B])."""
+    lengths_B = np.array([row.size for row in rows], np.int32)
+    tokens_BT = np.stack([np.pad(row, (0, length - row.size)) for row in rows]).astype(np.int32)
+    return tokens_BT, lengths_B

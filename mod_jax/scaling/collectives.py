@@ -1,0 +1,127 @@
+"""The collectives of a compiled program, read from its text: what moves between devices, and over which mesh axes.
+
+    compiled = jax.jit(train_step).lower(state, batch).compile()
+    moved = find_collectives(compiled.as_text(), dict(mesh.shape))
+
+XLA numbers devices by their place in `mesh.devices.flat` and spells groups of them in four ways: explicit
+`{{0,1},{2,3}}`, iota `[2,2]<=[4]T(0)`, mesh `mesh['a'=2,'b'=2] {'a'}`, and pairs of source and target. A fifth one
+raises ValueError: what cannot be read is never passed over. The body of a loop stands in the text once, however often
+it runs.
+"""
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+_CALL = re.compile(rf" = (?P<result>.+?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\((?P<rest>.*)")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One array that comes out of a collective on each device; a collective of several arrays gives several of these.
+
+    `axes` are the mesh axes along which its groups of devices extend, in mesh order; () if each device is alone.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    axes: tuple[str, ...]
+
+
+def find_collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
+    """Every collective in the text of a compiled program that runs on a mesh of these axes.
+
+    Raises:
+      ValueError: if the device groups of a collective are spelt in a way that this parser does not know.
+    """
+    found = []
+    for line in hlo_text.splitlines():
+        if match := _CALL.search(line):
+            axes = spanned_axes(device_groups(match["rest"], math.prod(mesh_shape.values())), mesh_shape)
+            for dtype, shape in _results(match["result"], match["kind"], bool(match["start"])):
+                found.append(
+                    Collective(match["kind"], dtype, shape, math.ceil(math.prod(shape) * _bits(dtype) / 8), axes)
+                )
+    return found
+
+
+def device_groups(attributes: str, num_devices: int) -> list[list[int]]:
+    """The groups of device numbers in the attributes of a collective; for a permute, its (source, target) pairs."""
+    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,{}]*)\}\}", attributes):
+        return [_ints(group) for group in match[1].split("},{")]
+    if match := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
+        return _iota(match[2]).reshape(_ints(match[1])).tolist()
+    if match := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", attributes):
+        return _mesh_groups(*match.groups())
+    if re.search(r"replica_groups=\{\}", attributes):
+        return [list(range(num_devices))]
+    raise ValueError(f"cannot read the device groups of a collective: {attributes[:300]!r}")
+
+
+def spanned_axes(groups: list[list[int]], mesh_shape: dict[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which members of one group differ."""
+    coordinates = np.array(np.unravel_index(np.arange(math.prod(mesh_shape.values())), tuple(mesh_shape.values())))
+    return tuple(
+        axis for axis, along in zip(mesh_shape, coordinates, strict=True) if any(np.ptp(along[g]) > 0 for g in groups)
+    )
+
+
+def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> list[list[int]]:
+    """`'x'=4,'y'=2` with the devices in this order, grouped along `'y'`, or along the part `'x':(2)2` of an axis.
+
+    Part (p)s of an axis of size n is the middle one when n is split into p, s, n / (p * s).
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    ids = np.arange(math.prod(sizes.values())) if device_ids is None else _iota(device_ids).ravel()
+    parts = {name: (1, size) for name, size in sizes.items()}
+    grouped_names = []
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped):
+        grouped_names.append(name)
+        if before:
+            parts[name] = (int(before), int(size))
+    split = [(b, s, sizes[name] // (b * s)) for name, (b, s) in parts.items()]
+    last = [3 * i + 1 for i, name in enumerate(sizes) if name in grouped_names]
+    first = [i for i in range(3 * len(sizes)) if i not in last]
+    group_size = math.prod(parts[name][1] for name in grouped_names)
+    return ids.reshape([n for triple in split for n in triple]).transpose(first + last).reshape(-1, group_size).tolist()
+
+
+def _iota(text: str) -> np.ndarray:
+    """`[2,4]T(1,0)`: 0 .. 7 as a 2 x 4 array, transposed. A plain list `0,2,1,3` is taken as it is."""
+    match = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if match is None:
+        return np.array(_ints(text))
+    dims = _ints(match[1])
+    array = np.arange(math.prod(dims)).reshape(dims)
+    return array.transpose(_ints(match[2])) if match[2] else array
+
+
+def _results(result: str, kind: str, is_start: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of each array that comes out. An asynchronous start lists its operands first."""
+    arrays = [(dtype, tuple(_ints(shape))) for dtype, shape in _ARRAY.findall(result)]
+    if is_start and kind != "all-reduce":
+        arrays = [array for array in arrays if array != ("u32", ())]  # the handles of a permute
+        arrays = arrays[len(arrays) // 2 :]
+    return arrays
+
+
+def _bits(dtype: str) -> int:
+    return 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]

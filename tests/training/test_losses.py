@@ -1,0 +1,117 @@
+"""Losses by hand: cross-entropy, its log-normaliser, membership; padding counts nowhere."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mod_jax.models.blocks import RoutingRecord
+from mod_jax.models.decoder import ModelOutput
+from mod_jax.training.losses import LossSums, loss_sums, membership_cross_entropy, objective, token_cross_entropy
+from mod_jax.training.step import make_model
+
+VOCAB = 32
+
+
+def make_record(router_logits_LBT, selected_LBT, predictor_logits_LBT=None):
+    nothing = jnp.zeros(())
+    return RoutingRecord(router_logits_LBT, predictor_logits_LBT, selected_LBT, nothing, nothing, nothing, nothing)
+
+
+def test_cross_entropy_by_hand():
+    # exp(0) + exp(ln 3) = 4, so the log-normaliser is ln 4; token 0 costs ln 4 - 0, token 1 costs ln 4 - ln 3.
+    logits_BTV = jnp.array([[[0.0, math.log(3)], [0.0, math.log(3)]]])
+    nats_BT, log_normaliser_BT = token_cross_entropy(logits_BTV, jnp.array([[0, 1]]))
+    np.testing.assert_allclose(nats_BT, [[math.log(4), math.log(4 / 3)]], rtol=1e-6)
+    np.testing.assert_allclose(log_normaliser_BT, [[math.log(4)] * 2], rtol=1e-6)
+
+
+def test_membership_cross_entropy_by_hand():
+    # p = sigmoid(ln 3) = 3/4: a member costs -ln 3/4, a stranger -ln 1/4. Far out it is linear and never overflows.
+    logits = jnp.array([0.0, 0.0, math.log(3), math.log(3), 1000.0, 1000.0, -1000.0])
+    is_member = jnp.array([True, False, True, False, True, False, True])
+    expected = [math.log(2), math.log(2), math.log(4 / 3), math.log(4), 0.0, 1000.0, 1000.0]
+    np.testing.assert_allclose(membership_cross_entropy(logits, is_member), expected, rtol=1e-6)
+
+
+def test_sums_by_hand_and_padding_counts_nowhere():
+    # One real token (the first): cross-entropy ln 4, z (ln 4)^2. Two routed blocks: the router says 0 for a member and
+    # ln 3 for a stranger, ln 2 + ln 4; the predictor says ln 3 for the member and 0 for the stranger, ln 4/3 + ln 2.
+    log3, pad = math.log(3), 50.0
+    output = ModelOutput(
+        jnp.array([[[0.0, log3], [pad, -pad]]]),
+        make_record(
+            jnp.array([[[0.0, pad]], [[log3, pad]]]),
+            jnp.array([[[True, False]], [[False, False]]]),
+            jnp.array([[[log3, pad]], [[0.0, pad]]]),
+        ),
+    )
+    sums = loss_sums(output, jnp.array([[0, 1]]), jnp.array([[1, 0]]))
+    log2, log4 = math.log(2), math.log(4)
+    np.testing.assert_allclose(jnp.array(sums), [log4, log4**2, log2 + log4, math.log(4 / 3) + log2], rtol=1e-6)
+    counted = loss_sums(output, jnp.array([[0, 1]]), jnp.array([[1, 1]]))
+    assert all(c > s + 1 for c, s in zip(counted, sums, strict=True))  # the padding here would have been seen
+
+
+def test_objective_by_hand(tiny_config):
+    # (2 + 0.5 * 3 + 0.1 * 5 + 2 * 7) / 4 = 18 / 4
+    config = tiny_config(**{"train.z_loss": 0.5, "routing.aux_weight": 0.1, "routing.predictor_weight": 2.0})
+    sums = LossSums(*map(jnp.float32, (2, 3, 5, 7)))
+    assert float(objective(sums, jnp.float32(4), config)) == pytest.approx(4.5)
+
+
+def test_a_dense_model_has_no_routing_losses():
+    sums = loss_sums(ModelOutput(jnp.zeros((1, 2, 4)), None), jnp.zeros((1, 2), int), jnp.ones((1, 2), int))
+    np.testing.assert_allclose(jnp.array(sums), [2 * math.log(4), 2 * math.log(4) ** 2, 0, 0], rtol=1e-6)
+
+
+def test_r12_a_padded_row_costs_what_its_tokens_cost_alone(tiny_config):
+    """5 tokens of 8 at capacity 0.5, C = 4; alone, 5 tokens at capacity 0.8, C = 4."""
+    padded, alone = (tiny_config(**{"model.depth": 2, "routing.capacity": c}) for c in (0.5, 0.8))
+    model, unpadded_model = make_model(padded, VOCAB), make_model(alone, VOCAB)
+    params = jax.jit(model.init)()
+    tokens_BT, targets_BT = jax.random.randint(jax.random.key(1), (2, 1, 8), 0, VOCAB)
+    segments_BT = jnp.array([[1, 1, 1, 1, 1, 0, 0, 0]])
+    positions_BT = jnp.arange(8)[None]
+
+    output = jax.jit(model.run)(params, tokens_BT, positions_BT, segments_BT)
+    sums = loss_sums(output, targets_BT, segments_BT)
+    expected = jax.jit(unpadded_model.run)(params, tokens_BT[:, :5], positions_BT[:, :5], segments_BT[:, :5])
+    expected_sums = loss_sums(expected, targets_BT[:, :5], segments_BT[:, :5])
+
+    np.testing.assert_array_equal(output.routing.selected_BT[..., :5], expected.routing.selected_BT)
+    assert not output.routing.selected_BT[..., 5:].any()
+    assert (output.routing.selected_BT.sum(axis=-1) == 4).all()
+    np.testing.assert_allclose(jnp.array(sums), jnp.array(expected_sums), rtol=1e-5)
+
+
+def test_r8_every_row_has_its_own_targets(tiny_config):
+    """B = 3, T = 8, C = 2: two members per row and block, those with the largest scores, and a loss over all rows."""
+    config = tiny_config(**{"routing.aux_weight": 0.1, "model.layout": "R", "model.depth": 2})
+    model = make_model(config, VOCAB)
+    tokens_BT, targets_BT = jax.random.randint(jax.random.key(1), (2, 3, 8), 0, VOCAB)
+    output = jax.jit(model.run)(jax.jit(model.init)(), tokens_BT)
+
+    scores_LBT, member_LBT = np.asarray(output.routing.router_logits_BT), np.asarray(output.routing.selected_BT)
+    np.testing.assert_array_equal(member_LBT.sum(axis=-1), np.full((2, 3), 2))
+    largest = np.argsort(-scores_LBT, axis=-1)[..., :2]
+    assert np.take_along_axis(member_LBT, largest, axis=-1).all()
+    assert (member_LBT != member_LBT[:, :1]).any()  # rows do differ
+
+    sums = loss_sums(output, targets_BT, jnp.ones((3, 8), int))
+    nats_LBT = np.where(member_LBT, np.log1p(np.exp(-scores_LBT)), np.log1p(np.exp(scores_LBT)))
+    np.testing.assert_allclose(sums.aux, nats_LBT.sum(), rtol=1e-5)
+
+
+def test_r22_the_base_rate_of_the_predictor_loss():
+    """With 1 member in 8, the best constant answer costs -(1/8 ln 1/8 + 7/8 ln 7/8) = 0.3768 nats per token."""
+    member_LBT = jnp.arange(16).reshape(1, 1, 16) % 8 == 3
+    costs = []
+    for p in (0.1, 0.125, 0.15):
+        logits_LBT = jnp.full((1, 1, 16), math.log(p / (1 - p)))
+        output = ModelOutput(jnp.zeros((1, 16, 4)), make_record(logits_LBT, member_LBT, logits_LBT))
+        costs.append(float(loss_sums(output, jnp.zeros((1, 16), int), jnp.ones((1, 16), int)).predictor) / 16)
+    assert costs[1] == pytest.approx(0.3768, abs=1e-4)
+    assert costs[1] < min(costs[0], costs[2])

@@ -1,0 +1,178 @@
+"""Parameter groups by name, clipping apart, and a learning rate that is a function of the step."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mod_jax.config import OptimizerConfig
+from mod_jax.training import optimizer
+from mod_jax.training.step import make_model
+
+MATRICES = ("q_DNH", "k_DKH", "v_DKH", "o_NHD", "up_DF", "down_FD")
+
+
+def abstract_params(config):
+    return make_model(config, vocab_size=32).abstract_params
+
+
+def paths(tree, condition):
+    """Paths, as "units/blocks/0/mlp/up_DF", of the parameters that a condition picks."""
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return {"/".join(optimizer.names(path)) for path, _ in found if condition(path)}
+
+
+def random_like(tree, seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: scale * rng.standard_normal(x.shape, np.float32), tree)
+
+
+def update(config, params, grads):
+    """The optimizer's first direction for these gradients, by path."""
+    return _update(params, grads, config=config)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _update(params, grads, config):
+    transform = optimizer.make_optimizer(config)
+    updates, _ = transform.update(grads, transform.init(params), params)
+    return {"/".join(optimizer.names(path)): u for path, u in jax.tree_util.tree_leaves_with_path(updates)}
+
+
+def scale_group(grads, group, factor):
+    return jax.tree_util.tree_map_with_path(
+        lambda path, g: g * factor if optimizer.group_of(path) == group else g, grads
+    )
+
+
+@pytest.fixture
+def params(tiny_config):
+    """Of the stack F R F R F: two stacked units and a tail."""
+    return random_like(abstract_params(tiny_config(**{"model.depth": 5})))
+
+
+def test_r19_decayed_parameters_are_listed_by_name(tiny_config):
+    expected = {f"units/blocks/0/{part}/{m}" for part, m in parts()}
+    expected |= {f"units/blocks/1/block/{part}/{m}" for part, m in parts()}
+    expected |= {f"tail/blocks/0/{part}/{m}" for part, m in parts()}
+    expected |= {"embedder/table_VD", "embedder/unembed_DV"}
+    for scan in (True, False):
+        tree = abstract_params(tiny_config(**{"model.depth": 5, "model.scan": scan}))
+        assert paths(tree, optimizer.is_decayed) == expected
+    tied = abstract_params(tiny_config(**{"model.depth": 5, "model.tie_embedding": True}))
+    assert paths(tied, optimizer.is_decayed) == expected - {"embedder/unembed_DV"}
+
+
+def parts():
+    return [("mlp" if matrix in ("up_DF", "down_FD") else "attention", matrix) for matrix in MATRICES]
+
+
+def test_r19_stacking_changes_no_parameter_s_group(tiny_config):
+    """F R F R is stacked; with capacities that never repeat, the same blocks are one long unit of single layers."""
+
+    def rules(capacity):
+        tree = abstract_params(tiny_config(**{"routing.capacity": capacity}))
+        ranks = {optimizer.names(p)[-1]: x.ndim for p, x in jax.tree_util.tree_leaves_with_path(tree["units"])}
+        leaves = [(optimizer.names(path)[-2:], path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        return ranks, {name: (optimizer.group_of(path), optimizer.is_decayed(path)) for name, path in leaves}
+
+    assert rules((0.25, 0.25))[1] == rules((0.25, 0.5))[1]
+    assert rules(0.25)[0]["scale_D"] == 2  # a stacked norm has two dimensions: "ndim >= 2" would decay it
+
+
+def test_every_matrix_is_decayed_or_known_not_to_be(params):
+    """A matrix added to the model must be put in a group, not fall through."""
+    single = jax.tree.map(lambda x: x[0], params["units"])
+    tree = {**{k: v for k, v in params.items() if k != "units"}, "units": single}
+    ranks = {"/".join(optimizer.names(p)): x.ndim for p, x in jax.tree_util.tree_leaves_with_path(tree)}
+    matrices = {name for name, rank in ranks.items() if rank >= 2}
+    routing = {"units/blocks/1/predictor/up_DP"}
+    assert matrices == paths(tree, optimizer.is_decayed) | routing
+
+
+def test_r19_decay_reaches_exactly_these(params):
+    zeros = jax.tree.map(np.zeros_like, params)
+    moved = {name for name, u in update(OptimizerConfig(weight_decay=0.1), params, zeros).items() if u.any()}
+    assert moved == paths(params, optimizer.is_decayed)
+    moved = update(OptimizerConfig(weight_decay=0.0, router_weight_decay=0.5), params, zeros)
+    routing = {f"units/blocks/1/{name}" for name in ("router/weight_D", "predictor/up_DP", "predictor/down_P")}
+    assert {name for name, u in moved.items() if u.any()} == routing
+    weight_D = params["units"]["blocks"][1]["router"]["weight_D"]
+    np.testing.assert_allclose(moved["units/blocks/1/router/weight_D"], 0.5 * weight_D, rtol=1e-6)
+
+
+def test_router_learning_rate_scale_scales_router_and_predictor_alone(params):
+    grads = random_like(params, seed=1)
+    plain, scaled = (
+        update(OptimizerConfig(router_learning_rate_scale=s, router_weight_decay=0.1), params, grads)
+        for s in (1.0, 0.25)
+    )
+    routing = paths(params, lambda path: optimizer.group_of(path) != "trunk")
+    assert {name.split("/")[-1] for name in routing} == {"weight_D", "up_DP", "up_bias_P", "down_P", "down_bias_1"}
+    for name in plain:
+        np.testing.assert_array_equal(scaled[name], plain[name] * (0.25 if name in routing else 1.0))
+
+
+def test_s12_a_predictor_gradient_of_any_size_leaves_all_else_bit_identical(params):
+    config, grads = OptimizerConfig(), random_like(params, seed=1, scale=0.1)
+    predictor = paths(params, lambda path: optimizer.group_of(path) == "predictor")
+    assert predictor
+
+    plain = update(config, params, grads)
+    for factor in (0.0, 1e-6, 1e6):
+        changed = update(config, params, scale_group(grads, "predictor", factor))
+        assert all((changed[name] == plain[name]).all() for name in plain.keys() - predictor)
+    # The other way round too; and the comparison can fail: the router shares the trunk's clip.
+    changed = update(config, params, scale_group(grads, "trunk", 1e6))
+    assert all((changed[name] == plain[name]).all() for name in predictor)
+    changed = update(config, params, scale_group(grads, "router", 1e6))
+    assert any((changed[name] != plain[name]).any() for name in plain.keys() - predictor)
+
+
+def test_clipping_by_hand():
+    # Trunk and router (3, 4) have norm 5, clipped to 1: (0.6, 0.8). The predictor's 0.5 is below 1 and stays. The first
+    # moment is (1 - b1) times that.
+    grads = {"router": {"weight_D": 3.0}, "mlp": {"up_DF": 4.0}, "predictor": {"down_P": 0.5}}
+    grads = jax.tree.map(lambda g: jnp.array([g]), grads)
+    transform = optimizer.make_optimizer(OptimizerConfig(clip_norm=1.0, b1=0.9))
+    _, state = transform.update(grads, transform.init(grads), grads)
+    mu = optax.tree.get(state, "mu")
+    found = [float(mu[k][n][0]) for k, n in (("router", "weight_D"), ("mlp", "up_DF"), ("predictor", "down_P"))]
+    np.testing.assert_allclose(found, [0.06, 0.08, 0.05], rtol=1e-6)
+
+
+def test_t2_schedule_by_hand():
+    # 11 steps, warm-up 2: 1/3, 2/3, then a cosine from 1 at step 2 to 0.1 at step 10; halfway, at step 6, 0.55.
+    schedule = optimizer.make_schedule(
+        OptimizerConfig(learning_rate=2.0, warmup_fraction=0.2, final_fraction=0.1), num_steps=11
+    )
+    rates = np.array([schedule(step) for step in range(14)]) / 2.0
+    np.testing.assert_allclose(rates[[0, 1, 2, 6, 10]], [1 / 3, 2 / 3, 1.0, 0.55, 0.1], rtol=1e-6)
+    assert rates[10] * 2.0 == np.float32(2.0) * np.float32(0.1)  # exactly
+    assert (rates[11:] == rates[10]).all()
+    assert (np.diff(rates[2:11]) < 0).all()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 20, 1000])
+@pytest.mark.parametrize("warmup", [0.0, 0.05, 1.0])
+def test_t2_no_step_is_wasted_and_no_rate_negative(num_steps, warmup):
+    config = OptimizerConfig(learning_rate=1e-3, warmup_fraction=warmup, final_fraction=0.0)
+    rates = np.asarray(jax.vmap(optimizer.make_schedule(config, num_steps))(jnp.arange(2 * num_steps)))
+    assert (rates[: max(1, num_steps - 1)] > 0).all()
+    assert (rates >= 0).all()
+    assert (rates <= np.float32(1e-3)).all()
+    if num_steps > 1 and warmup < 1:
+        assert rates[num_steps - 1] == 0.0
+
+
+def test_t2_the_rate_is_a_function_of_the_step_alone():
+    schedule = optimizer.make_schedule(OptimizerConfig(), 100)
+    traced = jax.jit(schedule)
+    steps = [7, 0, 99, 7, 42]
+    np.testing.assert_allclose([traced(s) for s in steps], [schedule(s) for s in steps], rtol=1e-6)
+    assert traced(7) == traced(jnp.int32(7))
+    assert math.isfinite(schedule(2**31 - 1))

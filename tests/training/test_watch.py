@@ -1,0 +1,133 @@
+"""What a person sees of a run: rows, lines, warnings, and the end of a run whose numbers went bad."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from mod_jax.training import watch as watch_lib
+from mod_jax.training.metrics import MetricWriter, Peak, read_metrics
+from mod_jax.training.watch import NumericsError, Watch, describe_eval, summary_table
+
+
+def step_metrics(loss=2.0, *, bad_steps=0, ratios=(0.5, 0.5), rate=0.1):
+    """What a step of a model with routed blocks at depths 1 and 3 returns."""
+    return {
+        "train/loss": np.float32(math.nan if bad_steps else loss),
+        "train/learning_rate": np.float32(rate),
+        "train/finite": np.float32(not bad_steps),
+        "train/bad_steps": np.int32(bad_steps),
+        "routing/topk_fraction": np.array([0.25, 0.25], np.float32),
+        "routing/update_ratio": np.array(ratios, np.float32),
+    }
+
+
+@pytest.fixture
+def make_watch(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(watch_lib, "peak_of_devices", lambda devices: Peak(1e12, "test"))
+
+    def make(first_step=0, **changes):
+        config = tiny_config(**{"train.log_every": 2, **changes})
+        sizes = dict(num_steps=10, tokens_per_step=128, flops_per_step=1e6)
+        writer = MetricWriter(tmp_path)
+        return Watch(config, writer, first_step=first_step, **sizes, devices=jax.devices(), digest="ab12")
+
+    return make
+
+
+def rows(tmp_path):
+    return read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_rows_are_means_over_the_interval_and_carry_the_digest(make_watch, tmp_path, capsys):
+    watch = make_watch()
+    for step, loss in enumerate((5.0, 4.0, 2.0, 1.0), start=1):
+        watch.after_step(step, step_metrics(loss, rate=step / 10))
+    watch.flush()
+    first, second, third = rows(tmp_path)  # step 1, the end of compilation; then intervals that end at 2 and 4
+    assert [first["step"], second["step"], third["step"]] == [1, 2, 4]
+    assert third["train/loss"] == 1.5  # (2 + 1) / 2
+    assert third["train/learning_rate"] == pytest.approx(0.4)  # of the last step
+    assert third["routing/block01/topk_fraction"] == third["routing/block03/topk_fraction"] == 0.25
+    assert {row["data/digest"] for row in rows(tmp_path)} == {"ab12"}  # T22
+    assert "step  4/10  loss 1.5000" in capsys.readouterr().out
+
+
+def test_t14_steps_and_tokens_count_from_the_run_s_start_and_rates_from_the_process_s(make_watch, tmp_path):
+    watch = make_watch(first_step=5)
+    for step in (6, 7, 8):
+        watch.after_step(step, step_metrics())
+    watch.flush()
+    assert [row["step"] for row in rows(tmp_path)] == [6, 8]
+    last = rows(tmp_path)[-1]
+    assert last["train/tokens"] == 8 * 128
+    assert last["train/flops"] == 8e6
+    # Two steps are left, each as long as those since step 6: no time of an earlier process is in it.
+    assert last["perf/eta_seconds"] == pytest.approx(2 * last["perf/step_seconds"], rel=1e-3)
+    assert last["perf/tokens_per_second"] == pytest.approx(128 / last["perf/step_seconds"], rel=1e-3)
+
+
+def test_bad_steps_are_counted_and_left_out_of_means(make_watch, tmp_path):
+    watch = make_watch(**{"train.log_every": 3})
+    watch.after_step(1, step_metrics())
+    for step, metrics in ((2, step_metrics(3.0)), (3, step_metrics(bad_steps=1))):
+        watch.after_step(step, metrics)
+    watch.flush()
+    row = rows(tmp_path)[-1]
+    assert row["train/loss"] == 3.0
+    assert row["train/skipped_steps"] == 1
+    assert watch.bad_steps == 1
+    watch.after_step(4, step_metrics())
+    watch.flush()
+    assert watch.bad_steps == 0
+
+
+def test_t12_too_many_bad_steps_stop_the_run(make_watch, tmp_path):
+    watch = make_watch(**{"train.max_bad_steps": 3})
+    for step in (1, 2, 3):
+        watch.after_step(step, step_metrics(bad_steps=step))
+    with pytest.raises(NumericsError, match="3 consecutive steps up to step 3"):
+        watch.flush()
+    assert math.isnan(rows(tmp_path)[-1]["train/loss"])  # the row is there to be seen
+    # The streak counts, not the sum: 2 bad, 1 good, 2 bad goes on.
+    watch = make_watch(**{"train.max_bad_steps": 3})
+    for step, bad_steps in enumerate((1, 2, 0, 1, 2), start=1):
+        watch.after_step(step, step_metrics(bad_steps=bad_steps))
+    watch.flush()
+
+
+def test_r18_an_update_out_of_proportion_is_said_once_per_block(make_watch, capsys):
+    watch = make_watch()
+    for step in range(1, 6):
+        watch.after_step(step, step_metrics(ratios=(34.0, 0.001)))
+    watch.flush()
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert warnings == [
+        "WARNING block01: update/residual norm 34 (it drowns the other blocks); said once",
+        "WARNING block03: update/residual norm 0.001 (it has died); said once",
+    ]
+    healthy = make_watch()
+    healthy.after_step(1, step_metrics())
+    healthy.flush()
+    assert "WARNING" not in capsys.readouterr().out
+
+
+EVAL = {
+    "eval/topk_loss": 2.0,
+    "eval/topk_bits_per_byte": 2.9,
+    "eval/causal_loss/predictor": 2.5,
+    "eval/causal_bits_per_byte/predictor": 3.6,
+    "eval/gap/predictor": 0.5,
+    "eval/realised_capacity/predictor": 0.131,
+}
+
+
+def test_s3_an_evaluation_names_the_selection_of_every_loss():
+    assert describe_eval(EVAL) == "held out: top-k loss 2.0000, predictor 2.5000 (gap +0.5000, routed 13.1%)"
+    header, topk, predictor = summary_table(EVAL)
+    assert header.split() == ["held", "out", "under", "nats/token", "bits/byte", "minus", "top-k", "routed"]
+    assert topk.split() == ["top-k", "2.0000", "2.9000"]
+    assert predictor.split() == ["predictor", "2.5000", "3.6000", "+0.5000", "13.1%"]
+    dense = {name: value for name, value in EVAL.items() if "topk" in name}
+    assert summary_table(dense)[1].split() == ["no", "routing", "2.0000", "2.9000"]
