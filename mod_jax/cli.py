@@ -1,5 +1,6 @@
 """What the command lines share: `--config=file.py:arg --config.key=value`, one-line errors, and exit codes."""
 
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,7 +24,7 @@ def parse_flags(argv: list[str]) -> list[str]:
     """For `app.run(flags_parser=...)`: whatever is wrong with the flags is one line and exit code 2, no traceback."""
     try:
         return flags.FLAGS(argv)
-    except (flags.Error, ConfigError, AttributeError, KeyError, TypeError, ValueError, OSError, ImportError) as error:
+    except Exception as error:  # a config file may raise anything
         print(f"error: {_flag_error(argv, error)}", file=sys.stderr)
         sys.exit(CONFIG_EXIT)
 
@@ -39,7 +40,10 @@ def read_config(value: ml_collections.ConfigDict | None) -> Config:
     """Validates what --config gave."""
     if value is None:
         raise ConfigError("--config is missing; for example --config=configs/smoke.py")
-    return config_lib.from_config_dict(value)
+    try:
+        return config_lib.from_config_dict(value)
+    except OSError as error:  # how ml_collections tells, on first use, of a file that it could not open
+        raise ConfigError(f"--config: {str(error).strip().splitlines()[-1].strip()}") from error
 
 
 class DistributedError(RuntimeError):
@@ -110,5 +114,12 @@ def _flag_error(argv: list[str], error: Exception) -> str:
         name = argument.lstrip("-").removeprefix("no").split("=")[0]
         if name.startswith("config.") and name.removeprefix("config.") not in config_lib.FIELDS:
             return config_lib.unknown_key(name.removeprefix("config."))
-    text = str(error).strip().strip("'\"")
-    return " ".join(text.split()) or type(error).__name__
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip().strip("'\"")
+    # What a config file raised comes with its place; ml_collections turns some of it into the text of a traceback.
+    trace = text + "".join(traceback.format_tb(error.__traceback__))
+    files = {argument.partition("=")[2].split(":")[0] for argument in argv if argument.lstrip("-").startswith("config=")}
+    places = [place for place in re.findall(r'File "([^"]+)", line (\d+)', trace) if place[0] in files]
+    if "Traceback (most recent call last)" in text:
+        text = text.splitlines()[-1]
+    text = " ".join(text.split()) or type(error).__name__
+    return f"{text} ({places[-1][0]}, line {places[-1][1]})" if places else text

@@ -317,7 +317,7 @@ def _checked(name: str, field: dataclasses.Field, value: Any) -> Any:
     def number(value, integral):
         if isinstance(value, bool) or not isinstance(value, int | float):
             refuse(f"{'an integer' if integral else 'a number'} {_range_text(allowed)}".rstrip())
-        if not math.isfinite(value) or (integral and value != int(value)):
+        if abs(value) > 1e300 or not math.isfinite(value) or (integral and value != int(value)):
             refuse(f"{'an integer' if integral else 'a finite number'} {_range_text(allowed)}".rstrip())
         if (
             (allowed["low"] is not None and value < allowed["low"])

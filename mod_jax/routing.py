@@ -62,12 +62,13 @@ def select_causal(scores_T: jax.Array, cutoff: jax.Array | float) -> jax.Array:
 
 
 def pack_selected(selected_T: jax.Array, num_slots: int) -> jax.Array:
-    """Positions of the first `num_slots` selected tokens, int32 [num_slots], increasing; unused slots hold T.
+    """Positions of the first `num_slots` <= T selected tokens, int32 [num_slots], increasing; unused slots hold T.
 
     First come, first served: whether a token gets a slot depends on no later token. T is out of bounds, so reading a
     slot needs `mode="fill"` and writing one `mode="drop"`.
     """
-    return jnp.flatnonzero(selected_T, size=num_slots, fill_value=selected_T.shape[0]).astype(jnp.int32)
+    length = selected_T.shape[0]
+    return jnp.sort(jnp.where(selected_T, jnp.arange(length, dtype=jnp.int32), length))[:num_slots]
 
 
 def share_within_document(scores_T: jax.Array, segment_ids_T: jax.Array) -> jax.Array:

@@ -65,7 +65,7 @@ def prepare(data: DataConfig) -> Corpus:
       ConfigError: if source or tokenizer is misspelt.
       DataError: if the source cannot be read or has nothing for one of the splits.
     """
-    root = _cache_root(data)
+    root = cache_root(data)
     tokenizer_identity = tokenizers.identity(data.tokenizer)
     source = sources.load(data, root)
     key = hashlib.sha256(f"{FORMAT}\n{source.identity}\n{tokenizer_identity}".encode()).hexdigest()[:16]
@@ -237,7 +237,8 @@ class _Windows:
 # The cache.
 
 
-def _cache_root(data: DataConfig) -> pathlib.Path:
+def cache_root(data: DataConfig) -> pathlib.Path:
+    """The folder of everything that can be made again: the key, or $MOD_JAX_CACHE, or ~/.cache/mod_jax."""
     root = pathlib.Path(data.cache_dir or os.environ.get("MOD_JAX_CACHE") or "~/.cache/mod_jax").expanduser().absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)

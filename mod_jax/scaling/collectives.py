@@ -10,8 +10,10 @@ it runs.
 """
 
 import dataclasses
+import itertools
 import math
 import re
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -33,6 +35,7 @@ class Collective:
     """One array that comes out of a collective on each device; a collective of several arrays gives several of these.
 
     `axes` are the mesh axes along which its groups of devices extend, in mesh order; () if each device is alone.
+    `group` is one of these groups, `source` the name of the operation in the Python program, if the text has it.
     """
 
     kind: str
@@ -40,6 +43,8 @@ class Collective:
     shape: tuple[int, ...]
     bytes: int
     axes: tuple[str, ...]
+    group: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    source: str = dataclasses.field(default="", compare=False)
 
 
 def find_collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
@@ -48,15 +53,29 @@ def find_collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collecti
     Raises:
       ValueError: if the device groups of a collective are spelt in a way that this parser does not know.
     """
-    found = []
-    for line in hlo_text.splitlines():
-        if match := _CALL.search(line):
-            axes = spanned_axes(device_groups(match["rest"], math.prod(mesh_shape.values())), mesh_shape)
-            for dtype, shape in _results(match["result"], match["kind"], bool(match["start"])):
-                found.append(
-                    Collective(match["kind"], dtype, shape, math.ceil(math.prod(shape) * _bits(dtype) / 8), axes)
-                )
-    return found
+    return [collective for line in hlo_text.splitlines() for collective in line_collectives(line, mesh_shape)]
+
+
+def line_collectives(line: str, mesh_shape: dict[str, int]) -> list[Collective]:
+    """The collectives of one line; see `find_collectives`."""
+    match = _CALL.search(line)
+    if match is None:
+        return []
+    groups = device_groups(match["rest"], math.prod(mesh_shape.values()))
+    axes, group = spanned_axes(groups, mesh_shape), tuple(max(groups, key=lambda group: len(set(group))))
+    source = re.search(r'op_name="((?:[^"\\]|\\.)*)"', match["rest"])
+    return [
+        Collective(
+            match["kind"],
+            dtype,
+            shape,
+            math.ceil(math.prod(shape) * bits(dtype) / 8),
+            axes,
+            group,
+            source[1] if source else "",
+        )
+        for dtype, shape in _results(match["result"], match["kind"], bool(match["start"]))
+    ]
 
 
 def device_groups(attributes: str, num_devices: int) -> list[list[int]]:
@@ -119,9 +138,58 @@ def _results(result: str, kind: str, is_start: bool) -> list[tuple[str, tuple[in
     return arrays
 
 
-def _bits(dtype: str) -> int:
+def bits(dtype: str) -> int:
+    """Size of one element."""
     return 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
 
 
 def _ints(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
+
+
+# Which collectives move tokens.
+
+
+def token_movers(
+    moved: Iterable[Collective], params: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], batch_axes: Iterable[str]
+) -> list[Collective]:
+    """Collectives over the batch axes that are neither a weight, nor its gradient, nor a sum of up to 128 numbers.
+
+    Rows of the batch have nothing to say to each other but their gradients, so whatever is left moves tokens, scores
+    or routing indices between them. A weight is known by its shape: whole or split as it is stored, of all units or of
+    one, axes in any order, neighbouring ones merged.
+
+    Args:
+      params: whole shape and shape of one device's part, per parameter.
+    """
+    shapes = {variant for whole, part in params for variant in _variants(whole, part)}
+    return [
+        c
+        for c in moved
+        if set(batch_axes) & set(c.axes)
+        and math.prod(c.shape) > 128
+        and (not re.match("b?f", c.dtype) or not any(_has_sizes(c.shape, variant) for variant in shapes))
+    ]
+
+
+def _variants(whole: tuple[int, ...], part: tuple[int, ...]) -> Iterator[tuple[frozenset[int], ...]]:
+    """The sizes that each axis of a parameter may have, for every way to see it."""
+    axes = [frozenset(sizes) for sizes in zip(whole, part, strict=True)]
+    for start in range(min(2, len(axes))):  # all units, or one
+        rest = axes[start:]
+        for cuts in range(2 ** (len(rest) - 1)):
+            merged = [rest[0]]
+            for i, axis in enumerate(rest[1:]):
+                if cuts >> i & 1:
+                    merged.append(axis)
+                else:
+                    merged[-1] = frozenset(a * b for a in merged[-1] for b in axis)
+            yield tuple(merged)
+
+
+def _has_sizes(shape: tuple[int, ...], axes: tuple[frozenset[int], ...]) -> bool:
+    sizes = [size for size in shape if size != 1]
+    axes = [axis for axis in axes if axis != {1}]
+    return len(sizes) == len(axes) and any(
+        all(size in axis for size, axis in zip(order, axes, strict=True)) for order in itertools.permutations(sizes)
+    )

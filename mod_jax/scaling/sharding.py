@@ -8,6 +8,7 @@ import math
 
 import jax
 import optax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mod_jax.config import Config, ConfigError
@@ -58,7 +59,12 @@ def make_mesh(config: Config, devices: list | None = None) -> Mesh:
     """The run's mesh over `devices` (default: all; the first ones when the config asks for fewer)."""
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices))
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(shape)])
+    devices = devices[: math.prod(shape)]
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    except NotImplementedError:  # a mesh axis is no product of whole axes of the machine: some neighbours are far apart
+        arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

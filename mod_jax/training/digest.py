@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 def compute_digests(leaves: dict[str, jax.Array]) -> dict[str, str]:
     """Returns sixteen hex digits per leaf, computed where the leaf lives; the same for every sharding of it."""
-    digests = jax.device_get({path: _digest(leaf) for path, leaf in leaves.items()})
+    # One leaf after the other: small collectives of several programs in flight at once can deadlock processes that
+    # have fewer cores than devices.
+    digests = {path: jax.device_get(_digest(leaf)) for path, leaf in leaves.items()}
     return {path: f"{plain:08x}{mixed:08x}" for path, (plain, mixed) in digests.items()}
 
 

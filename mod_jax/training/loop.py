@@ -195,21 +195,28 @@ def restore_or_init(run: Run, checkpointer: Checkpointer, extend: bool) -> Train
 def compile_step(run: Run) -> jax.stages.Compiled:
     """Compiles the train step ahead of time: once per run, and batches of another shape are refused, not recompiled."""
     start = time.perf_counter()
-    # The state comes back laid out as it went in, or the next call would be refused.
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state)
-    step = jax.jit(
-        make_train_step(run.config, run.model, run.num_steps),
-        donate_argnums=0,
-        out_shardings=(shardings, sharding.replicated(run.mesh)),
-    )
-    shape = (run.config.train.batch_size, run.config.data.seq_len)
-    batch_sharding = sharding.batch_sharding(run.mesh)
-    batch = {name: jax.ShapeDtypeStruct(shape, "int32", sharding=batch_sharding) for name in MODEL_INPUTS}
-    compiled = step.lower(run.abstract_state, batch).compile()
+    compiled = lower_step(run.config, run.model, run.mesh, run.abstract_state, run.num_steps).compile()
     memory = compiled.memory_analysis()
     needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**20
     say(f"compiled the train step in {time.perf_counter() - start:.1f} s; memory {needed:,.0f} MiB per device")
     return compiled
+
+
+def lower_step(
+    config: Config, model: Model, mesh: jax.sharding.Mesh, abstract_state: TrainState, num_steps: int
+) -> jax.stages.Lowered:
+    """The train step as it will be compiled: state donated, everything placed on the mesh."""
+    # The state comes back laid out as it went in, or the next call would be refused.
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+    step = jax.jit(
+        make_train_step(config, model, num_steps),
+        donate_argnums=0,
+        out_shardings=(shardings, sharding.replicated(mesh)),
+    )
+    shape, placed = (config.train.batch_size, config.data.seq_len), sharding.batch_sharding(mesh)
+    batch = {name: jax.ShapeDtypeStruct(shape, "int32", sharding=placed) for name in MODEL_INPUTS}
+    with jax.set_mesh(mesh):
+        return step.lower(abstract_state, batch)
 
 
 def open_batches(run: Run, step: int):

@@ -20,8 +20,7 @@ from mod_jax.models.blocks import CAUSAL_SELECTIONS, SELECTIONS
 from mod_jax.models.decoder import repeating_unit
 from mod_jax.scaling import sharding
 from mod_jax.training.losses import loss_sums, objective
-from mod_jax.training.optimizer import make_optimizer
-from mod_jax.training.step import TrainState, make_model, make_train_step
+from mod_jax.training.step import make_model
 
 VOCAB = 31
 
@@ -32,17 +31,21 @@ def random_params(model, seed=3):
     return jax.tree.map(lambda p: jnp.asarray(0.3 * rng.normal(size=p.shape), p.dtype), model.abstract_params)
 
 
+def cutoffs(config):
+    """For threshold selection: another one for each block."""
+    return np.linspace(0.2, -0.4, config.num_routed, dtype=np.float32)
+
+
 @functools.cache
 def make(config):
-    """(forward pass, parameters). The cut-offs of its threshold selection differ from block to block."""
+    """(forward pass, parameters)."""
     model = make_model(config, VOCAB)
     jitted = jax.jit(model.run, static_argnames="selection")
-    cutoffs_L = np.linspace(0.2, -0.4, config.num_routed, dtype=np.float32)
 
     def run(params, tokens_BT, positions_BT=None, segments_BT=None, selection="topk"):
         if positions_BT is None:  # passed all the same, so that few programs are compiled
             _, positions_BT, segments_BT = packed(tokens_BT, tokens_BT[:, :0])
-        return jitted(params, tokens_BT, positions_BT, segments_BT, selection=selection, cutoffs_L=cutoffs_L)
+        return jitted(params, tokens_BT, positions_BT, segments_BT, selection=selection, cutoffs_L=cutoffs(config))
 
     return run, random_params(model)
 
@@ -64,6 +67,9 @@ def loss_and_gradients(config):
         return jitted(params, tokens(), np.array([cross_entropy, predictor, aux], np.float32))
 
     return run
+
+
+jitted_sums = jax.jit(loss_sums)
 
 
 def tokens(batch=4, length=16, seed=0):
@@ -110,6 +116,7 @@ STACKS = {
     "F": {"model.layout": "F", "model.depth": 2},
     "a capacity per block": {"model.depth": 4, "routing.capacity": (0.25, 0.5)},
 }
+BY_THRESHOLD = ("RFR, the tail routed", "FRR")  # there the cut-off of a wrong block would be seen
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -117,7 +124,7 @@ def test_scan_equals_loop_on_the_same_parameters(tiny_config, name):
     config, loop_config = (tiny_config(**STACKS[name], **{"model.scan": scan}) for scan in (True, False))
     (scan, params), (loop, loop_params) = make(config), make(loop_config)
     assert_close(params, loop_params, rtol=0)  # one layout, whatever the flag
-    selection = "threshold" if config.num_routed else "topk"  # the cut-off of a wrong block would be seen
+    selection = "threshold" if name in BY_THRESHOLD else "topk"
     scanned, looped = (run(params, tokens(), selection=selection) for run in (scan, loop))
     np.testing.assert_allclose(scanned.logits_BTV, looped.logits_BTV, atol=2e-4)
     if not config.num_routed:
@@ -125,7 +132,9 @@ def test_scan_equals_loop_on_the_same_parameters(tiny_config, name):
         return
     assert_close(scanned.routing, looped.routing, rtol=1e-3, atol=1e-4)
     assert scanned.routing.selected_BT.shape == (config.num_routed, 4, 16)
-    assert len(set(np.asarray(scanned.routing.selected_BT).sum(axis=(1, 2)).tolist())) == config.num_routed
+    if selection == "threshold":  # decided by the block's own cut-off, in order of depth
+        cutoffs_L11 = cutoffs(config)[:, None, None]
+        np.testing.assert_array_equal(scanned.routing.selected_BT, scanned.routing.router_logits_BT > cutoffs_L11)
 
 
 def test_records_come_in_order_of_depth(tiny_config):
@@ -235,7 +244,7 @@ def test_r12_losses_of_a_padded_batch_equal_the_unpadded_ones(tiny_config):
         positions = np.tile(np.arange(tokens_BT.shape[1], dtype=np.int32), (4, 1))
         output = run(params, tokens_BT, positions, segments)
         assert output.routing.selected_BT.sum(axis=-1).tolist() == [[4] * 4]
-        return loss_sums(output, targets, segments), loss_sums(output, targets, np.ones_like(segments))
+        return jitted_sums(output, targets, segments), jitted_sums(output, targets, np.ones_like(segments))
 
     (padded, counting_padding), (alone, _) = sums(0.5, tokens(4, 8), 5), sums(0.8, tokens(4, 8)[:, :5], 5)
     assert_close(padded, alone, rtol=1e-5)
@@ -291,29 +300,6 @@ def test_r17_every_parameter_gets_a_gradient_at_step_zero(tiny_config):
     assert [name for name, g in by_path(gradients).items() if not np.abs(g).max() > 0] == []
 
 
-def test_r11_a_nan_score_raises_the_steps_flag_and_changes_no_parameter(tiny_config):
-    # Gate 1 and no predictor: the NaN reaches the choice of tokens, and nothing else.
-    config = tiny_config(**{"model.depth": 2, "routing.score": "frozen", "routing.predictor": False})
-    model = make_model(config, VOCAB)
-    params = random_params(model)
-    zero = jnp.int32(0)
-    state = TrainState(zero, params, make_optimizer(config.optimizer).init(params), jnp.zeros(1), zero)
-    rows = dict(tokens_BT=tokens(8), targets_BT=tokens(8, seed=1), segment_ids_BT=np.ones((8, 16), np.int32))
-    rows["positions_BT"] = np.tile(np.arange(16, dtype=np.int32), (8, 1))
-    step = jax.jit(make_train_step(config, model, 4))
-    sound, metrics = step(state, rows)
-    assert metrics["train/finite"] == 1
-    assert sound.bad_steps == 0
-    full, routed = params["units"]["blocks"].values()
-    poisoned = {**routed, "router": {"weight_D": routed["router"]["weight_D"].at[0, 0].set(jnp.nan)}}
-    bad = state._replace(params={**params, "units": {"blocks": {0: full, 1: poisoned}}})
-    after, metrics = step(bad, rows)
-    assert metrics["train/finite"] == 0
-    assert np.isfinite(metrics["train/loss"])  # nothing but the flag would have told
-    assert after.bad_steps == 1
-    assert_close(after.params, bad.params, rtol=0)
-
-
 # Rematerialisation
 
 
@@ -321,7 +307,7 @@ def test_r15_remat_changes_neither_gradients_nor_choices_nor_counts(tiny_config)
     _, params = make(tiny_config())
     parts = dict(cross_entropy=1.0, predictor=1.0, aux=0.1)
     (value, record), gradients = loss_and_gradients(tiny_config())(params, **parts)
-    for variant in ({"model.remat": "dots"}, {"model.remat": "full"}, {"model.remat": "full", "model.scan": False}):
+    for variant in ({"model.remat": "dots"}, {"model.remat": "full"}):
         run = loss_and_gradients(tiny_config(**variant))
         (other_value, other_record), other = run(params, **parts)
         assert float(other_value) == pytest.approx(float(value), rel=1e-6)
@@ -430,11 +416,6 @@ def test_tied_embeddings_are_one_table(tiny_config):
     untied, tied = (make_model(tiny_config(**{"model.tie_embedding": tie}), VOCAB) for tie in (False, True))
     names = [set(model.abstract_params["embedder"]) for model in (untied, tied)]
     assert names == [{"table_VD", "unembed_DV"}, {"table_VD"}]
-    run, params = make(tiny_config(**{"model.tie_embedding": True}))
-    swapped = np.arange(VOCAB)[::-1]  # renaming tokens renames their logits
-    renamed = {**params, "embedder": {"table_VD": params["embedder"]["table_VD"][swapped]}}
-    expected = run(params, tokens()).logits_BTV[..., swapped]
-    np.testing.assert_allclose(run(renamed, VOCAB - 1 - tokens()).logits_BTV, expected, atol=1e-4)
 
 
 # NNX

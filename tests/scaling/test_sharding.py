@@ -22,6 +22,7 @@ CHANGES = {
     "routing.capacity": 0.5,
     "routing.aux_weight": 0.1,
     "optimizer.eps": 1e-3,  # so that a rounding error in a small gradient stays one in the update
+    "seed": 1,  # seed 0 has, at step 2, two scores that tie at the cut but for rounding
 }
 NUM_STEPS = 4
 MESHES = [(2, 2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((8, 1, 1), (1, 8, 1), (4, 2, 1), (1, 1, 2)))]
@@ -106,11 +107,12 @@ def test_where_parameters_and_moments_live():
     def spec(leaf):
         return tuple(leaf.sharding.spec)
 
-    full, routed = state.params["units"]["blocks"]
+    full, routed = state.params["units"]["blocks"][0], state.params["units"]["blocks"][1]["block"]
+    heads = state.params["units"]["blocks"][1]
     assert spec(full["attention"]["q_DNH"]) == (None, "fsdp", "tensor", None)  # the first axis stacks the units
-    assert spec(full["mlp"]["down_FD"]) == (None, "tensor", "fsdp")
-    assert spec(routed["router"]["weight_D"]) == (None, None)
-    assert spec(routed["predictor"]["up_DP"]) == (None, "fsdp", None)
+    assert spec(full["mlp"]["down_FD"]) == spec(routed["mlp"]["down_FD"]) == (None, "tensor", "fsdp")
+    assert spec(heads["router"]["weight_D"]) == (None, None)
+    assert spec(heads["predictor"]["up_DP"]) == (None, "fsdp", None)
     assert spec(state.params["embedder"]["unembed_DV"]) == ("fsdp", None)  # 257 ids do not divide by 2
     even = make_model(run.config, 256)
     placed = sharding.param_shardings(run.mesh, even.logical_specs, even.abstract_params)

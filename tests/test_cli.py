@@ -1,0 +1,150 @@
+"""The command line as a person meets it: one readable line and the right exit code for every slip."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from mod_jax import cli
+from mod_jax.config import ConfigError
+from mod_jax.data.sources import DataError
+from mod_jax.training.checkpoint import CheckpointMismatch, ResumeRefused, StorageError
+from mod_jax.training.watch import NumericsError
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SMOKE = "--config=configs/smoke.py"
+
+# Imports once, then runs each command in a child of its own: a fork before JAX has a backend or a thread.
+RUNNER = """
+import json, os, sys
+from absl import app
+from mod_jax import cli, train
+from mod_jax.training import loop
+
+for number, arguments in enumerate(json.loads(sys.argv[1])):
+    if (child := os.fork()) == 0:
+        for stream in (1, 2):
+            os.dup2(os.open(f"{sys.argv[2]}/{number}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv = ["mod_jax.train", *arguments]
+        app.run(train.main, flags_parser=cli.parse_flags)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+REFUSED = {
+    "unknown_key": ([SMOKE, "--config.model.widht=3"], "config.model.widht: unknown key; did you mean config.model.width?"),
+    "unknown_section": ([SMOKE, "--config.modle.width=3"], "config.modle.width: unknown key; did you mean config.model.width"),
+    "wrong_type": ([SMOKE, "--config.model.width=wide"], "config.model.width = 'wide': must be an integer >= 1"),
+    "fraction": ([SMOKE, "--config.model.width=2.5"], "config.model.width = 2.5: must be an integer >= 1"),
+    "nan": ([SMOKE, "--config.optimizer.learning_rate=nan"], "config.optimizer.learning_rate = "),
+    "out_of_range": ([SMOKE, "--config.routing.capacity=1.5"], "config.routing.capacity = 1.5: must be a number in (0, 1]"),
+    "wrong_choice": ([SMOKE, "--config.routing.gate=relu"], "config.routing.gate = 'relu': must be one of raw, sigmoid"),
+    "no_bool": ([SMOKE, "--config.model.scan=maybe"], "config.model.scan = 'maybe': must be True or False"),
+    "tuple": ([SMOKE, "--config.routing.capacity=(0.5,0.25)"], "config.routing.capacity = (0.5, 0.25): must be one number"),
+    "section": ([SMOKE, "--config.model=3"], "config.model"),
+    "unknown_no": ([SMOKE, "--noconfig.model.scam"], "config.model.scam: unknown key; did you mean config.model.scan?"),
+    "no_file": (["--config=configs/nowhere.py"], "No such file or directory: 'configs/nowhere.py'"),
+    "no_file_edited": (["--config=configs/nowhere.py", "--config.model.width=3"], "nowhere.py"),
+    "bad_file": (["--config=BAD.py"], "bad.py, line 5)"),
+    "no_python": (["--config=LICENSE"], "(LICENSE, line "),
+    "missing_config": ([], "--config is missing; for example --config=configs/smoke.py"),
+    "no_argument": (["--config=configs/smoke.py:big"], "get_config() takes 0 positional arguments"),
+    "unknown_argument": (["--config=configs/cpu_demo.py:mood"], "configs/cpu_demo.py:mood: must be one of dense, mod"),
+    "stray": ([SMOKE, "--config.model.width", "=", "3"], "unexpected argument '='; flags are written --name=value"),
+    "stray_word": ([SMOKE, "resume"], "unexpected argument 'resume'; flags are written --name=value"),
+    "unknown_flag": ([SMOKE, "--workdri=x"], "Unknown command line flag 'workdri'. Did you mean: workdir ?"),
+    "unknown_source": ([SMOKE, "--config.data.source=wikipedia"], "config.data.source = 'wikipedia': must be python_stdlib"),
+    "mesh": ([SMOKE, "--config.mesh.data=3"], "config.train.batch_size = 8: "),
+    "length": ([SMOKE, "--config.train.tokens=9"], "config.train: exactly one of steps, tokens, flops must be > 0"),
+}
+DRY = [SMOKE, "--dry_run", "--config.data.source=synthetic"]
+ACCEPTED = {
+    "dry_run": DRY,
+    "tuple": [*DRY, "--config.model.depth=4", "--config.routing.capacity=(0.5,0.25)"],
+    "no_bool": [*DRY, "--noconfig.model.scan", "--config.model.qk_norm=False"],
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Of every command above: (exit code, stdout, stderr), and the folder that held all workdirs."""
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "out").mkdir()
+    commands = {f"refused {n}": a for n, (a, _) in REFUSED.items()} | {f"accepted {n}": a for n, a in ACCEPTED.items()}
+    bad = folder / "out" / "bad.py"
+    bad.write_text(
+        "from mod_jax.config import default_config\n\ndef get_config():\n    config = default_config()\n"
+        "    config.modle.width = 3\n    return config\n"
+    )
+    arguments = [[*command, f"--workdir={folder / 'runs' / name}"] for name, command in commands.items()]
+    arguments = [[argument.replace("BAD.py", str(bad)) for argument in command] for command in arguments]
+    arguments.append([SMOKE])  # without a workdir
+    runner = [sys.executable, "-c", RUNNER, json.dumps(arguments), str(folder / "out")]
+    done = subprocess.run(runner, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    codes = [int(code) for code in done.stdout.split()]
+    texts = [[(folder / "out" / f"{i}.{stream}").read_text() for stream in (1, 2)] for i in range(len(arguments))]
+    named = dict(zip([*commands, "no workdir"], [(c, *t) for c, t in zip(codes, texts, strict=True)], strict=True))
+    return named, folder
+
+
+def assert_one_line(result, expected):
+    code, _, stderr = result
+    assert code == cli.CONFIG_EXIT, stderr
+    lines = stderr.strip().splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("error: ")
+    assert expected in lines[0]
+    assert len(lines[0]) < 400
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_slip_is_one_readable_line_and_exit_code_2(results, name):
+    assert_one_line(results[0][f"refused {name}"], REFUSED[name][1])
+
+
+def test_the_workdir_is_required(results):
+    assert_one_line(results[0]["no workdir"], "workdir")
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_dry_run_prints_size_and_cost_and_trains_nothing(results, name):
+    code, stdout, stderr = results[0][f"accepted {name}"]
+    assert code == 0, stderr
+    for word in (" parameters (", " training FLOPs (", "MiB per device", "DRY RUN: nothing was trained or saved"):
+        assert word in stdout
+
+
+def test_overrides_arrive(results):
+    outputs = {name: results[0][f"accepted {name}"][1] for name in ACCEPTED}
+    assert "model.scan=False" in outputs["no_bool"]
+    assert "model.qk_norm=False" in outputs["no_bool"]
+    assert "routing.capacity=(0.5, 0.25)" in outputs["tuple"]
+    assert "scan=True" in outputs["dry_run"]
+
+
+def test_nothing_was_written(results):
+    assert [path.name for path in results[1].iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError, 2),
+        (NumericsError, 3),
+        (StorageError, 4),
+        (DataError, 5),
+        (CheckpointMismatch, 7),
+        (ResumeRefused, 7),
+        (ZeroDivisionError, 1),
+    ],
+)
+def test_exit_codes(error, code, capsys):
+    def run():
+        raise error("what happened")
+
+    assert cli.exit_code(run) == code
+    stderr = capsys.readouterr().err
+    assert "error: what happened" in stderr
+    assert ("Traceback" in stderr) == (code == 1)  # an unknown failure shows where it came from
+    assert cli.exit_code(lambda: None) == 0
