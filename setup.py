@@ -6,16 +6,18 @@ import setuptools
 
 README = pathlib.Path(__file__).parent / "README.md"
 
+NOTEBOOKS = ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5.10"]
 EXTRAS = {
     "test": [
         "pytest>=8",
         "pytest-xdist>=3.6",
         "ruff>=0.6",
-        "tokenizers>=0.20",
         "sentencepiece>=0.2",
         "tensorboardX>=2.6",
+        "tokenizers>=0.20",
+        *NOTEBOOKS,
     ],
-    "notebooks": ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5.10"],
+    "notebooks": NOTEBOOKS,
     "tpu": ["libtpu"],
     "cuda": ["jax[cuda12]"],
     "tensorboard": ["tensorboardX>=2.6"],

@@ -73,7 +73,7 @@ class Sampler:
         self.selection = causal_selection(model.config, selection)
         self._cutoffs_L = model.cutoffs_L if cutoffs_L is None else jnp.asarray(cutoffs_L, jnp.float32)
         self._capacity_L = capacity_L or tuple(block.capacity for block in self.config.blocks if block.kind == "R")
-        self._overflow = overflow
+        self._overflow, self._growth = overflow, 0
 
         dtype = jnp.dtype(self.config.model.dtype)
 
@@ -84,7 +84,7 @@ class Sampler:
 
         # Flat, because passing modules through `jit` costs more time than a small model's step.
         self._weights, self._structure = jax.tree.flatten(jax.jit(split)(model.params))
-        self._prefill = jax.jit(self._prefill_program, static_argnames=("num_positions", "growth"))
+        self._prefill = jax.jit(self._prefill_program, static_argnames="slots")
         self._advance = jax.jit(self._advance_program, donate_argnames="state")
         self._grow = jax.jit(cache_lib.grow, static_argnames="slots")
         self._score = jax.jit(self._score_program)
@@ -100,7 +100,7 @@ class Sampler:
     def describe(self, batch_size: int, num_positions: int | None = None) -> str:
         """The selection and the memory of the caches, dense against routed, for a person."""
         positions = num_positions or self.config.model.context
-        slots = cache_lib.slot_counts(self.config, positions, self._capacity_L)
+        slots = self._slots(positions)
         ours = cache_lib.cache_bytes(self.config, batch_size, slots)
         full = cache_lib.cache_bytes(self.config, batch_size, (positions,) * len(slots))
         trained = ", ".join(self.config.causal_selections) or "none, the model is dense"
@@ -172,7 +172,7 @@ class Sampler:
         stop_V = np.zeros(self.tokenizer.vocab_size, bool)
         stop_V[[self.tokenizer.separator_id, *options.stop_tokens]] = True
         request = (self._cutoffs_L, options.knobs(), row_keys(options.seed, len(rows)), stop_V)
-        growth, state = self._start(rows, request, num_positions)
+        state = self._start(rows, request, num_positions)
         target = 0  # decoding steps wanted by now
         while True:
             self._take(rows, state, stop_V)
@@ -182,12 +182,8 @@ class Sampler:
                 if ended_B.all():
                     return
                 target = int(state.steps) + steps
-            elif self._overflow == "error":
-                raise self._overflow_error(num_positions, growth)
-            else:
-                growth += 1
-                slots = cache_lib.slot_counts(self.config, num_positions, self._capacity_L, growth)
-                state = state._replace(cache=self._grow(state.cache, slots=slots))
+            else:  # some row's cache is full
+                state = state._replace(cache=self._grow(state.cache, slots=self._more_slots(num_positions)))
             # By a stop string, too, of which the device knows nothing.
             state = state._replace(done_B=state.done_B | ended_B)
             state = self._advance(self._weights, *request, state=state, target=np.int32(target))
@@ -198,27 +194,34 @@ class Sampler:
         for row, produced, tokens_N, fed, selected in zip(rows, *jax.device_get(fields), strict=True):
             row.take(tokens_N[:produced], stop_V, int(fed), int(selected))
 
-    def _start(self, rows, request, num_positions: int) -> tuple[int, GenerationState]:
-        """Runs the prompts; returns how often the cache had to grow for them, and the state with one token produced."""
+    def _start(self, rows: list[Row], request: tuple, num_positions: int) -> GenerationState:
+        """Runs the prompts, in a cache as large as they need; each row has then one token produced."""
         tokens_BT, lengths_B = _pad([row.ids for row in rows], self._bucket(max(row.ids.size for row in rows)))
         limits_B = np.array([row.limit for row in rows], np.int32)
-        growth = 0
+        slots = self._slots(num_positions)
         while True:
-            size = dict(num_positions=num_positions, growth=growth)
-            state, overflowed = self._prefill(self._weights, *request, tokens_BT, lengths_B, limits_B, **size)
+            state, overflowed = self._prefill(self._weights, *request, tokens_BT, lengths_B, limits_B, slots=slots)
             if not overflowed:
-                return growth, state
-            if self._overflow == "error":
-                raise self._overflow_error(num_positions, growth)
-            growth += 1
+                return state
+            slots = self._more_slots(num_positions)
 
-    def _overflow_error(self, num_positions: int, growth: int) -> CacheOverflowError:
-        slots = cache_lib.slot_counts(self.config, num_positions, self._capacity_L, growth)
-        routed = ", ".join(str(slots[depth]) for depth in self.config.routed_depths)
-        return CacheOverflowError(
-            f"a row needs more slots than its routed blocks have ({routed} for {num_positions} positions): "
-            "raise capacity_L, or let the cache grow (overflow = 'grow')"
-        )
+    def _slots(self, num_positions: int) -> tuple[int, ...]:
+        return cache_lib.slot_counts(self.config, num_positions, self._capacity_L, self._growth)
+
+    def _more_slots(self, num_positions: int) -> tuple[int, ...]:
+        """The next larger size, for this call and all later ones.
+
+        Raises:
+          CacheOverflowError: if this sampler was told not to grow its caches.
+        """
+        if self._overflow == "error":
+            routed = ", ".join(str(self._slots(num_positions)[depth]) for depth in self.config.routed_depths)
+            raise CacheOverflowError(
+                f"a row needs more slots than its routed blocks have ({routed} for {num_positions} positions): "
+                "raise capacity_L, or let the cache grow (overflow = 'grow')"
+            )
+        self._growth += 1
+        return self._slots(num_positions)
 
     def _bucket(self, length: int) -> int:
         """`length` rounded up to a power of two, at least MIN_BUCKET, at most the context."""
@@ -235,9 +238,8 @@ class Sampler:
         return layers, causal.prefill(layers, tokens_BT, valid_BT, cache, self.selection, cutoffs_L, kept_L)
 
     def _prefill_program(
-        self, weights, cutoffs_L, knobs, keys_B, stop_V, tokens_BT, lengths_B, limits_B, *, num_positions, growth
+        self, weights, cutoffs_L, knobs, keys_B, stop_V, tokens_BT, lengths_B, limits_B, *, slots
     ) -> tuple[GenerationState, jax.Array]:
-        slots = cache_lib.slot_counts(self.config, num_positions, self._capacity_L, growth)
         layers, output = self._prompt(weights, cutoffs_L, tokens_BT, lengths_B, slots)
         zeros_B = jnp.zeros_like(lengths_B)
         state = GenerationState(

@@ -24,13 +24,13 @@ _OPERATION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$"
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 
 # Operations that only name, group or wait for arrays which others have produced.
-_FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all opt-barrier partition-id replica-id while "
-    "conditional call custom-call infeed outfeed".split()
+_FREE = (
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id"),
+    *("replica-id", "while", "conditional", "call", "custom-call", "infeed", "outfeed"),
 )
 _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # operation -> which operand is written
-_ALIASES = ("bitcast", "reshape", "get-tuple-element", "copy-done", "optimization-barrier")
+_ALIASES = ("bitcast", "reshape", "get-tuple-element", "copy-done", "opt-barrier")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,145 +227,6 @@ class _Reader:
                     parsed = [dataclasses.replace(c, bytes=c.bytes * len(c.group)) for c in parsed]
                 found += parsed
         return found
-
-    def flops(self) -> float:
-        return sum(run.times * run.flops for run in self.runs)
-
-    @property
-    def hbm_bytes(self) -> float:
-        return sum(run.times * run.hbm_bytes for run in self.runs)
-
-
-def read_step(text: str, mesh_shape: dict[str, int]) -> Step:
-    """Reads the text of a compiled and scheduled program that runs on a mesh of these axes."""
-    reader = _Reader(_computations(text))
-    runs, moved, counts = [], [], collections.Counter()
-    for computation, times in reader.executed():
-        for operation in computation.operations.values():
-            cost = Run(operation, times, reader.flops(operation, computation), reader.traffic(operation, computation))
-            if cost.flops or cost.hbm_bytes:
-                runs.append(cost)
-        moved += [(collective, times) for collective in reader.collectives(computation, mesh_shape)]
-        for operation in reader.operations(computation):
-            counts["sorts"] += times * (operation.opcode == "sort")
-            counts["kernels"] += times * ('custom_call_target="tpu_custom_call"' in operation.rest)
-    return Step(
-        tuple(runs),
-        tuple(moved),
-        tuple(reader.trip_counts),
-        reader.unknown_loops,
-        counts["sorts"],
-        counts["kernels"],
-    )
-
-
-def _computations(text: str) -> dict[str, Computation]:
-    """Every computation by name; the entry also under ""."""
-    found, name, operations, root, is_entry = {}, None, {}, "", False
-    for line in text.splitlines():
-        if match := _HEADER.match(line):
-            is_entry, name, operations, root = bool(match[1]), match[2], {}, ""
-        elif line.startswith("}") and name is not None:
-            found[name] = Computation(name, operations, root)
-            if is_entry:
-                found[""] = found[name]
-            name = None
-        elif name is not None and (match := _OPERATION.match(line)):
-            is_root, op_name, result, opcode, rest = match.groups()
-            results = tuple(
-                Array(dtype, tuple(map(int, filter(None, shape.split(",")))), not re.search(r"S\(\d", layout or ""))
-                for dtype, shape, layout in _ARRAY.findall(result)
-            )
-            operands = tuple(re.findall(r"%([\w.\-]+)", _until_closed(rest)))
-            operations[op_name] = Operation(op_name, opcode, results, operands, rest, line)
-            root = op_name if is_root else root
-    if "" not in found:
-        raise ValueError("this is not the text of a compiled program: it has no entry computation")
-    return found
-
-
-def _until_closed(text: str) -> str:
-    depth = 0
-    for i, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if depth < 0:
-            return text[:i]
-    return text
-
-
-class _Reader:
-    def __init__(self, computations: dict[str, Computation]):
-        self.computations = computations
-        self.trip_counts: list[int] = []
-        self.unknown_loops = 0
-
-    def executed(self, name: str = "", times: int = 1) -> Iterator[tuple[Computation, int]]:
-        """The computations that are run, with how many times a step runs them."""
-        computation = self.computations[name]
-        yield computation, times
-        for operation in computation.operations.values():
-            if operation.opcode == "while":
-                trips = self._trip_count(operation.called("condition"))
-                self.unknown_loops += trips is None
-                self.trip_counts.append(trips or 1)
-                yield from self.executed(operation.called("body"), times * (trips or 1))
-            elif operation.opcode == "conditional":  # which branch, nobody knows before: all are counted
-                branches = re.search(r"branch_computations=\{(.*?)\}", operation.rest)
-                pair = [operation.called("true_computation"), operation.called("false_computation")]
-                for branch in re.findall(r"%([\w.\-]+)", branches[1]) if branches else pair:
-                    yield from self.executed(branch, times)
-            elif operation.opcode in ("call", "async-start"):
-                called = operation.called("to_apply") or operation.called("calls")
-                yield from self.executed(called, times)
-
-    def _trip_count(self, condition: str) -> int | None:
-        """N of `counter < N`. The text of a TPU program states it nowhere else."""
-        computation = self.computations[condition]
-        operations = list(self.operations(computation))
-        limits = [o for o in operations if o.opcode == "constant" and o.results[0].dtype in ("s32", "u32")]
-        compares = [o for o in operations if o.opcode == "compare" and "direction=LT" in o.rest]
-        if len(compares) != 1 or len(limits) != 1 or not (number := re.match(r"(\d+)\)", limits[0].rest)):
-            return None
-        return int(number[1])
-
-    def operations(self, computation: Computation) -> Iterator[Operation]:
-        """The operations of a computation and of its fusions."""
-        for inside in (computation, *self._fused(computation)):
-            yield from inside.operations.values()
-
-    def _fused(self, computation: Computation) -> Iterator[Computation]:
-        """The insides of a computation's fusions, to any depth."""
-        for operation in computation.operations.values():
-            if operation.opcode == "fusion":
-                inner = self.computations[operation.called("calls")]
-                yield inner
-                yield from self._fused(inner)
-
-    def collectives(self, computation: Computation, mesh_shape: dict[str, int]) -> list[Collective]:
-        """The collectives of a computation and its fusions, each channel once."""
-        found, channels = [], set()
-        for inside in (computation, *self._fused(computation)):
-            for operation in inside.operations.values():
-                channel = re.search(r"channel_id=(\d+)", operation.rest)
-                if channel and channel[1] in channels:
-                    continue
-                parsed = line_collectives(operation.line, mesh_shape)
-                if parsed and channel:
-                    channels.add(channel[1])
-                # What each chip keeps of an all-reduce is its slice: a reduce-scatter by another name.
-                if inside.name.startswith("all-reduce-scatter"):
-                    parsed = [dataclasses.replace(c, kind="reduce-scatter") for c in parsed]
-                elif operation.opcode.startswith("reduce-scatter"):  # counted, like the other spelling, by its input
-                    parsed = [dataclasses.replace(c, bytes=c.bytes * len(c.group)) for c in parsed]
-                found += parsed
-        return found
-
-    def custom_calls(self, computation: Computation) -> list[str]:
-        """Targets of custom calls that compute something: kernels, whose FLOPs and bytes are not in the text."""
-        inside = [computation, *self._fused(computation)]
-        calls = [o for c in inside for o in c.operations.values() if o.opcode == "custom-call"]
-        targets = [re.search(r'custom_call_target="([^"]*)"', o.rest) for o in calls]
-        return [match[1] for match in targets if match and match[1] == "tpu_custom_call"]
 
     def flops(self, operation: Operation, computation: Computation) -> float:
         """FLOPs of the matrix products in an operation, those of its fused inside included."""

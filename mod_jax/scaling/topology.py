@@ -17,9 +17,10 @@ import math
 import os
 import pathlib
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -76,7 +77,7 @@ class Product:
 
     @property
     def rings(self) -> tuple[bool, ...]:
-        """Which axes close into a ring: in a plane those of full length, in space all of a slice made of whole cubes."""
+        """Which axes close into a ring: in a plane those of full length, in space all axes of whole cubes."""
         sizes = [int(n) for n in self.shape.split("x")]
         if len(sizes) == 2:
             return tuple(size == 16 for size in sizes)
@@ -180,7 +181,7 @@ class Compiled:
         return m["argument"] + m["temp"] + m["output"] - m["alias"]
 
 
-def compile_for(lowered: jax.stages.Lowered, product: Product, mesh, cache: pathlib.Path, say: Callable) -> Compiled:
+def compile_for(lowered: jax.stages.Lowered, product: Product, mesh, cache: pathlib.Path) -> Compiled:
     """Compiles, or takes the result of the same compilation from `cache`.
 
     JAX's own compilation cache cannot read back what it writes for a topology, so it is of no use here; and what is
@@ -191,7 +192,7 @@ def compile_for(lowered: jax.stages.Lowered, product: Product, mesh, cache: path
         return dataclasses.replace(Compiled(**json.loads(gzip.decompress(path.read_bytes()))), cached=True)
     start, cpu_start = time.perf_counter(), time.process_time()
     text, memory, flops_once, refused = "", {}, 0.0, ""
-    with _progress(f"compiling for {product.name}", say):
+    with _progress(f"compiling for {product.name}"):
         try:
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
@@ -226,18 +227,21 @@ def _write(path: pathlib.Path, result: Compiled) -> None:
         scratch.write_bytes(gzip.compress(json.dumps(dataclasses.asdict(result)).encode()))
         scratch.replace(path)
     except OSError:  # a full or read-only disk costs the next run its time, not this one its answer
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            scratch.unlink()
 
 
 @contextlib.contextmanager
-def _progress(what: str, say: Callable, every: float = 20.0) -> Iterator[None]:
-    """Says now and then how long `what` has taken: it can be minutes of CPU, and more on a busy machine."""
+def _progress(what: str, every: float = 20.0) -> Iterator[None]:
+    """Says on stderr, now and then, how long `what` has taken: minutes of CPU, and more than that on a busy machine."""
     start, cpu_start, done = time.perf_counter(), time.process_time(), threading.Event()
 
     def tell() -> None:
-        say(f"{what}; minutes of CPU for a large model")
-        while not done.wait(every):
-            say(f"{what}: {time.perf_counter() - start:.0f} s ({time.process_time() - cpu_start:.0f} s of CPU)")
+        wait = 0.0
+        while not done.wait(wait):
+            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+            print(f"{what}: {seconds:.0f} s, {cpu_seconds:.0f} s of CPU", file=sys.stderr, flush=True)
+            wait = every
 
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()

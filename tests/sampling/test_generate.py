@@ -1,0 +1,206 @@
+"""Generation end to end on small models: what comes out equals the uncached model's choice, however it was run."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mod_jax.config import ConfigError
+from mod_jax.sampling import CacheOverflowError, RequestError, Sampler
+from mod_jax.sampling.restore import causal_selection
+
+PROMPTS = ["def f(x):", "x", ""]
+TINY_CACHE = (0.01, 0.01)  # capacity_L of a sampler whose caches are too small
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return {}
+
+
+@pytest.fixture
+def sampler(build, shared):
+    """One sampler for the tests of this file: programs are compiled once."""
+    if "sampler" not in shared:
+        shared["sampler"] = Sampler(build(), "threshold")
+    return shared["sampler"]
+
+
+def ids_of(sampler, prompt, completion):
+    return np.concatenate([[0], sampler.tokenizer.encode(prompt), completion.tokens]).astype(np.int32)
+
+
+def test_greedy_is_the_uncached_models_choice_at_every_step(build, tools, sampler):
+    completions = sampler.generate(PROMPTS, temperature=0, max_new_tokens=12)
+    model = build()
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        assert completion.finish_reason == "length"
+        ids = ids_of(sampler, prompt, completion)
+        padded_1T = np.pad(ids, (0, 32 - ids.size))[None]
+        logits_1TV, selected_L1T = tools.uncached(model, "threshold", padded_1T)
+        start = completion.num_prompt_tokens
+        assert np.argmax(logits_1TV[0, start - 1 : ids.size - 1], axis=-1).tolist() == completion.tokens
+        fed = ids.size - 1  # the last token was not run
+        assert completion.routed_fraction == pytest.approx(selected_L1T[:, 0, :fed].mean())
+
+
+def test_alone_streamed_or_in_a_batch_a_prompt_gets_the_same_completion(sampler):
+    for options in (dict(temperature=0), dict(temperature=0.9, top_k=50, top_p=0.95, seed=3)):
+        together = sampler.generate(PROMPTS, max_new_tokens=12, **options)
+        alone = sampler.generate(PROMPTS[0], max_new_tokens=12, **options)[0]
+        assert alone.tokens == together[0].tokens
+        assert "".join(sampler.stream(PROMPTS[0], max_new_tokens=12, **options)) == alone.text
+        pieces = [[], [], []]
+        sampler.generate(PROMPTS, max_new_tokens=12, on_text=lambda row, text, p=pieces: p[row].append(text), **options)
+        assert ["".join(texts) for texts in pieces] == [completion.text for completion in together]
+
+
+def test_seeds_matter_and_repeat(sampler):
+    first, again, other = (sampler.generate("x", max_new_tokens=12, seed=seed)[0].tokens for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_stop_tokens_and_stop_strings_end_a_completion_before_themselves(sampler):
+    whole = sampler.generate("x", max_new_tokens=12, seed=5)[0]
+    stop = whole.tokens[4]
+    first = whole.tokens.index(stop)
+    stopped = sampler.generate("x", max_new_tokens=12, seed=5, stop_tokens=[stop])[0]
+    assert (stopped.tokens, stopped.finish_reason) == (whole.tokens[:first], "stop")
+
+    text = next(c for c in whole.text if c != "\N{REPLACEMENT CHARACTER}")
+    both = sampler.generate(["x", "y"], max_new_tokens=12, seed=5, stop_strings=[text])
+    assert both[0].text == whole.text[: whole.text.index(text)]
+    assert both[0].finish_reason == "stop"
+
+
+def test_no_limit_means_up_to_the_context_row_by_row(sampler):
+    completions = sampler.generate(PROMPTS, temperature=0)
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        assert completion.num_prompt_tokens == 1 + len(prompt)
+        assert completion.num_prompt_tokens + len(completion.tokens) == 32
+
+
+def test_a_cache_that_is_too_small_grows_and_changes_nothing(build, sampler):
+    small = Sampler(build(), "threshold", capacity_L=TINY_CACHE)
+    for options in (dict(temperature=0), dict(seed=3)):
+        expected = sampler.generate(PROMPTS, **options)
+        assert small.generate(PROMPTS, **options) == expected
+    assert small._grow._cache_size() > 0  # while decoding
+    long = "a long prompt, 30 characters.."
+    assert small.generate(long, temperature=0) == sampler.generate(long, temperature=0)
+
+
+def test_a_cache_that_must_not_grow_says_so(build):
+    small = Sampler(build(), "threshold", capacity_L=TINY_CACHE, overflow="error")
+    with pytest.raises(CacheOverflowError, match="8, 8 for 32 positions"):
+        small.generate("a long prompt, 30 characters..")
+    with pytest.raises(CacheOverflowError, match="needs more slots"):
+        small.generate("", temperature=0)
+    with pytest.raises(RequestError, match="overflow"):
+        Sampler(build(), overflow="drop")
+
+
+def test_log_likelihood_by_prefill_equals_the_sum_over_decode_steps(build, tools, sampler):
+    texts = ["print(1)\n", "", "class A: pass"]
+    at_once, stepwise = (sampler.log_likelihoods(texts, stepwise=by_step) for by_step in (False, True))
+    model = build()
+    for text, one, other in zip(texts, at_once, stepwise, strict=True):
+        assert one.shape == other.shape == (len(text),)
+        assert abs(one.sum() - other.sum()) < 1e-4
+        ids = np.concatenate([[0], sampler.tokenizer.encode(text)])
+        logits_TV = tools.uncached(model, "threshold", np.pad(ids, (0, 32 - ids.size))[None].astype(np.int32))[0][0]
+        log_p_TV = logits_TV - np.log(np.sum(np.exp(logits_TV), axis=-1, keepdims=True))
+        expected = sum(log_p_TV[t, ids[t + 1]] for t in range(len(text)))
+        assert abs(one.sum() - expected) < 1e-4
+
+
+def test_s9_beyond_the_context_is_a_clear_error_or_the_end_of_the_prompt(sampler):
+    with pytest.raises(RequestError, match=r"31 tokens with the separator, at most 27 fit"):
+        sampler.generate("a" * 30, max_new_tokens=5)
+    with pytest.raises(RequestError, match=r"max_new_tokens = 32: must be < 32, the model's context"):
+        sampler.generate("", max_new_tokens=32)
+    kept = sampler.generate("b" * 10 + "a" * 26, max_new_tokens=5, temperature=0, truncate=True)[0]
+    assert kept == sampler.generate("a" * 26, max_new_tokens=5, temperature=0)[0]
+
+
+def test_s11_a_selection_that_was_not_trained_is_refused(build):
+    trained = build().config
+    assert trained.causal_selections == ("router", "predictor", "threshold")
+    assert causal_selection(trained) == "predictor"
+    for selection, changes, message in (
+        ("router", {"routing.aux_weight": 0.0}, "not trained.*aux_weight = 0.*this run has predictor, threshold"),
+        ("predictor", {"routing.predictor": False}, "not trained"),
+        ("topk", {}, "looks at the future"),
+        ("best", {}, "does not exist"),
+        (None, {"routing.gate": "softmax"}, "softmax"),
+        ("router", {"model.layout": "F", "routing.aux_weight": 0.0}, "no routed blocks"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Sampler(build(**changes), selection)
+    assert causal_selection(build(**{"routing.predictor": False}).config) == "router"
+
+
+def test_s13_programs_are_bounded_by_buckets_not_by_prompts(build):
+    sampler = Sampler(build(**{"model.context": 64, "model.depth": 2}), "threshold")
+    for length in range(1, 60, 3):
+        sampler.generate("a" * length, max_new_tokens=4, temperature=length % 3, top_k=1 + length % 7, seed=length)
+    # Prompts round up to 32 or 64, positions too: (32, 32), (32, 64), (64, 64), and one loop per number of positions.
+    # An untrained router may want a larger cache: once per bucket here.
+    before = sampler.num_programs
+    assert before <= 2 * 5
+    for length in range(2, 60, 3):
+        list(sampler.stream("b" * length, max_new_tokens=3, top_p=0.5, stop_strings=["\n"]))
+    assert sampler.num_programs <= before + 2
+
+
+def test_ids_that_stand_for_nothing_are_never_chosen(build):
+    model = build(**{"model.vocab_size": 2000, "model.depth": 2})
+    completions = Sampler(model).generate(["", "x"], temperature=1e9)
+    assert all(0 <= token < 257 for completion in completions for token in completion.tokens)
+
+
+def test_half_precision_rounds_the_weights_once_and_gives_the_same_numbers(build, tools):
+    model = build(**{"model.dtype": "bfloat16", "model.depth": 2})
+    sampler = Sampler(model, "threshold")
+    assert {leaf.dtype.name for leaf in sampler._weights} == {"bfloat16", "float32"}
+    text = "print(1)\n"
+    ids = np.concatenate([[0], sampler.tokenizer.encode(text)]).astype(np.int32)
+    logits_TV = tools.uncached(model, "threshold", np.pad(ids, (0, 32 - ids.size))[None])[0][0]
+    log_p_TV = logits_TV - np.log(np.sum(np.exp(logits_TV), axis=-1, keepdims=True))
+    expected = [log_p_TV[t, ids[t + 1]] for t in range(len(text))]
+    np.testing.assert_allclose(sampler.log_likelihoods(text)[0], expected, atol=0.1)
+
+
+def test_a_dense_model_generates_too(build):
+    model = build(**{"model.layout": "F", "model.depth": 1, "routing.aux_weight": 0.0})
+    sampler = Sampler(model)
+    assert "1.000 of a dense model's" in sampler.describe(1)
+    assert sampler.generate("", temperature=0)[0].routed_fraction == 1.0
+
+
+def test_the_selection_and_the_memory_are_told(sampler):
+    text = sampler.describe(batch_size=2, num_positions=32)
+    assert "selection threshold (trained: router, predictor, threshold)" in text
+    assert "cache for 2 x 32 positions" in text
+
+
+def test_requests_without_prompts_or_with_odd_ones(sampler):
+    assert sampler.generate([]) == []
+    assert len(sampler.generate([5, 6, 7], max_new_tokens=2)) == 1  # ids of one prompt
+    assert len(sampler.generate([[5, 6], "x"], max_new_tokens=2)) == 2
+    for bad in (None, 3, [None], ["x", None]):
+        with pytest.raises(RequestError, match="prompt"):
+            sampler.generate(bad)
+    with pytest.raises(RequestError, match="stop_tokens"):
+        sampler.generate("x", stop_tokens=[257])
+    with pytest.raises(TypeError, match="temprature"):
+        sampler.generate("x", temprature=1.0)
+
+
+def test_models_differ_by_their_parameters_not_by_their_programs(build, sampler):
+    model = build()
+    other = dataclasses.replace(model, params={**model.params}, cutoffs_L=model.cutoffs_L + 100.0)
+    completion = Sampler(other, "threshold").generate("x", temperature=0, max_new_tokens=12)[0]
+    assert completion.routed_fraction == 0.0
+    assert sampler.generate("x", temperature=0, max_new_tokens=12)[0].routed_fraction > 0.0
