@@ -1,7 +1,7 @@
 """The paper's setting, as far as it is stated; every choice it leaves open is marked "ours".
 
-    python -m mod_jax.train --config=configs/paper.py:size=220m --workdir=gs://...  # or a local folder
-    python -m mod_jax.train --config=configs/paper.py:size=220m,model=dense,budget=2e19 --workdir=...
+    python -m mod_jax.train --config=configs/paper.py:size=220m --workdir=runs/220m
+    python -m mod_jax.train --config=configs/paper.py:size=220m,model=dense,budget=2e19 --workdir=runs/220m-dense
 
 `size`: 60m 120m 220m 400m 1b 3b. `model`: mod (default) or dense. `budget`: training FLOPs, 6e18 (default), 2e19 or 1e20
 in the paper. Hardware: a TPU or GPU slice that holds the batch of 128 rows; not run by us, so there is no number to
