@@ -54,7 +54,7 @@ def get_config(arg="size=220m"):
         tie_embedding=True,
         dtype="bfloat16",
         layout="F" if dense else "FR",
-        remat="full" if width >= 2048 else "none",
+        remat="full" if width >= 1024 else "none",
     )
     config.routing.update(
         capacity=0.125,

@@ -117,7 +117,9 @@ def _flag_error(argv: list[str], error: Exception) -> str:
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip().strip("'\"")
     # What a config file raised comes with its place; ml_collections turns some of it into the text of a traceback.
     trace = text + "".join(traceback.format_tb(error.__traceback__))
-    files = {argument.partition("=")[2].split(":")[0] for argument in argv if argument.lstrip("-").startswith("config=")}
+    files = {
+        argument.partition("=")[2].split(":")[0] for argument in argv if argument.lstrip("-").startswith("config=")
+    }
     places = [place for place in re.findall(r'File "([^"]+)", line (\d+)', trace) if place[0] in files]
     if "Traceback (most recent call last)" in text:
         text = text.splitlines()[-1]

@@ -4,19 +4,20 @@ Programs and corpora are cached below one folder in the temporary directory, so 
 tests or by the processes that they start. Set JAX_COMPILATION_CACHE_DIR or MOD_JAX_CACHE to put them elsewhere.
 """
 
-import getpass
 import os
-import pathlib
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
 )
-CACHE = pathlib.Path(tempfile.gettempdir()) / f"mod_jax_tests-{getpass.getuser()}"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "programs"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("MOD_JAX_CACHE", str(CACHE / "corpora"))
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get(
+    "JAX_COMPILATION_CACHE_DIR", f"{tempfile.gettempdir()}/mod_jax_tests-{os.getuid()}/programs"
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["MOD_JAX_CACHE"] = os.environ.get(
+    "MOD_JAX_CACHE", f"{tempfile.gettempdir()}/mod_jax_tests-{os.getuid()}/corpora"
+)
 
 import jax
 import pytest

@@ -33,15 +33,30 @@ for number, arguments in enumerate(json.loads(sys.argv[1])):
 """
 
 REFUSED = {
-    "unknown_key": ([SMOKE, "--config.model.widht=3"], "config.model.widht: unknown key; did you mean config.model.width?"),
-    "unknown_section": ([SMOKE, "--config.modle.width=3"], "config.modle.width: unknown key; did you mean config.model.width"),
+    "unknown_key": (
+        [SMOKE, "--config.model.widht=3"],
+        "config.model.widht: unknown key; did you mean config.model.width?",
+    ),
+    "unknown_section": (
+        [SMOKE, "--config.modle.width=3"],
+        "config.modle.width: unknown key; did you mean config.model.width",
+    ),
     "wrong_type": ([SMOKE, "--config.model.width=wide"], "config.model.width = 'wide': must be an integer >= 1"),
     "fraction": ([SMOKE, "--config.model.width=2.5"], "config.model.width = 2.5: must be an integer >= 1"),
     "nan": ([SMOKE, "--config.optimizer.learning_rate=nan"], "config.optimizer.learning_rate = "),
-    "out_of_range": ([SMOKE, "--config.routing.capacity=1.5"], "config.routing.capacity = 1.5: must be a number in (0, 1]"),
-    "wrong_choice": ([SMOKE, "--config.routing.gate=relu"], "config.routing.gate = 'relu': must be one of raw, sigmoid"),
+    "out_of_range": (
+        [SMOKE, "--config.routing.capacity=1.5"],
+        "config.routing.capacity = 1.5: must be a number in (0, 1]",
+    ),
+    "wrong_choice": (
+        [SMOKE, "--config.routing.gate=relu"],
+        "config.routing.gate = 'relu': must be one of raw, sigmoid",
+    ),
     "no_bool": ([SMOKE, "--config.model.scan=maybe"], "config.model.scan = 'maybe': must be True or False"),
-    "tuple": ([SMOKE, "--config.routing.capacity=(0.5,0.25)"], "config.routing.capacity = (0.5, 0.25): must be one number"),
+    "tuple": (
+        [SMOKE, "--config.routing.capacity=(0.5,0.25)"],
+        "config.routing.capacity = (0.5, 0.25): must be one number",
+    ),
     "section": ([SMOKE, "--config.model=3"], "config.model"),
     "unknown_no": ([SMOKE, "--noconfig.model.scam"], "config.model.scam: unknown key; did you mean config.model.scan?"),
     "no_file": (["--config=configs/nowhere.py"], "No such file or directory: 'configs/nowhere.py'"),
@@ -54,7 +69,10 @@ REFUSED = {
     "stray": ([SMOKE, "--config.model.width", "=", "3"], "unexpected argument '='; flags are written --name=value"),
     "stray_word": ([SMOKE, "resume"], "unexpected argument 'resume'; flags are written --name=value"),
     "unknown_flag": ([SMOKE, "--workdri=x"], "Unknown command line flag 'workdri'. Did you mean: workdir ?"),
-    "unknown_source": ([SMOKE, "--config.data.source=wikipedia"], "config.data.source = 'wikipedia': must be python_stdlib"),
+    "unknown_source": (
+        [SMOKE, "--config.data.source=wikipedia"],
+        "config.data.source = 'wikipedia': must be python_stdlib",
+    ),
     "mesh": ([SMOKE, "--config.mesh.data=3"], "config.train.batch_size = 8: "),
     "length": ([SMOKE, "--config.train.tokens=9"], "config.train: exactly one of steps, tokens, flops must be > 0"),
 }

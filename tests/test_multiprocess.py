@@ -24,6 +24,7 @@ CHANGES = {
     "model.depth": 2,
     "routing.aux_weight": 0.1,
     "optimizer.eps": 1e-3,  # so that another order of summation stays a rounding error
+    "seed": 1,  # with seed 0, scores tie at the cut of an evaluation but for rounding
     "data.eval_windows": 8,
     "mesh.data": 2,
     "mesh.fsdp": 2,

@@ -5,7 +5,8 @@ program. Randomness: token n of row b draws from `fold_in(fold_in(key(seed), b),
 """
 
 import dataclasses
-import math
+import numbers
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -118,10 +119,11 @@ def _kept(logits_V: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def _check_number(name, value, expected, allowed) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not allowed(value):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not -sys.float_info.max <= value <= sys.float_info.max or not allowed(value):  # NaN fails too
         raise RequestError(f"{name} = {value!r}: must be {expected}")
 
 
 def _check_integer(name, value, expected, allowed) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not allowed(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not allowed(value):
         raise RequestError(f"{name} = {value!r}: must be {expected}")

@@ -84,9 +84,9 @@ class Sampler:
 
         # Flat, because passing modules through `jit` costs more time than a small model's step.
         self._weights, self._structure = jax.tree.flatten(jax.jit(split)(model.params))
-        self._prefill = jax.jit(self._prefill_program, static_argnames="slots")
+        self._prefill = jax.jit(self._prefill_program, static_argnames=("num_positions", "slots"))
         self._advance = jax.jit(self._advance_program, donate_argnames="state")
-        self._grow = jax.jit(cache_lib.grow, static_argnames="slots")
+        self._grow = jax.jit(lambda cache, slots: cache_lib.grow(cache, slots), static_argnames="slots")
         self._score = jax.jit(self._score_program)
         self._score_stepwise = jax.jit(self._score_stepwise_program)
 
@@ -155,7 +155,8 @@ class Sampler:
         if wanted is not None and wanted >= context:
             raise RequestError(f"max_new_tokens = {wanted}: must be < {context}, the model's context")
         for token in options.stop_tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.tokenizer.vocab_size:
+            is_id = isinstance(token, int | np.integer) and not isinstance(token, bool)
+            if not is_id or not 0 <= token < self.tokenizer.vocab_size:
                 raise RequestError(f"stop_tokens: {token!r} must be an id in [0, {self.tokenizer.vocab_size})")
         rows = []
         for prompt in prompts:
@@ -200,7 +201,8 @@ class Sampler:
         limits_B = np.array([row.limit for row in rows], np.int32)
         slots = self._slots(num_positions)
         while True:
-            state, overflowed = self._prefill(self._weights, *request, tokens_BT, lengths_B, limits_B, slots=slots)
+            sizes = dict(num_positions=num_positions, slots=slots)
+            state, overflowed = self._prefill(self._weights, *request, tokens_BT, lengths_B, limits_B, **sizes)
             if not overflowed:
                 return state
             slots = self._more_slots(num_positions)
@@ -238,7 +240,7 @@ class Sampler:
         return layers, causal.prefill(layers, tokens_BT, valid_BT, cache, self.selection, cutoffs_L, kept_L)
 
     def _prefill_program(
-        self, weights, cutoffs_L, knobs, keys_B, stop_V, tokens_BT, lengths_B, limits_B, *, slots
+        self, weights, cutoffs_L, knobs, keys_B, stop_V, tokens_BT, lengths_B, limits_B, *, num_positions, slots
     ) -> tuple[GenerationState, jax.Array]:
         layers, output = self._prompt(weights, cutoffs_L, tokens_BT, lengths_B, slots)
         zeros_B = jnp.zeros_like(lengths_B)

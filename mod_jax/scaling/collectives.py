@@ -149,6 +149,8 @@ def _ints(text: str) -> list[int]:
 
 # Which collectives move tokens.
 
+TILE = 8  # rows of a TPU's memory tile: parts that are no multiple of it are padded before they are sent
+
 
 def token_movers(
     moved: Iterable[Collective], params: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], batch_axes: Iterable[str]
@@ -157,7 +159,7 @@ def token_movers(
 
     Rows of the batch have nothing to say to each other but their gradients, so whatever is left moves tokens, scores
     or routing indices between them. A weight is known by its shape: whole or split as it is stored, of all units or of
-    one, axes in any order, neighbouring ones merged.
+    one, axes in any order, neighbouring ones merged, parts side by side or one after the other, padded or not.
 
     Args:
       params: whole shape and shape of one device's part, per parameter.
@@ -174,22 +176,26 @@ def token_movers(
 
 def _variants(whole: tuple[int, ...], part: tuple[int, ...]) -> Iterator[tuple[frozenset[int], ...]]:
     """The sizes that each axis of a parameter may have, for every way to see it."""
-    axes = [frozenset(sizes) for sizes in zip(whole, part, strict=True)]
-    for start in range(min(2, len(axes))):  # all units, or one
-        rest = axes[start:]
-        for cuts in range(2 ** (len(rest) - 1)):
-            merged = [rest[0]]
-            for i, axis in enumerate(rest[1:]):
-                if cuts >> i & 1:
-                    merged.append(axis)
-                else:
-                    merged[-1] = frozenset(a * b for a in merged[-1] for b in axis)
-            yield tuple(merged)
+    seen = []  # per axis: as one axis or, if it is split, as two, the devices and the part of each
+    for size, size_part in zip(whole, part, strict=True):
+        ways, padded = size // size_part, -(-size_part // TILE) * TILE
+        one = (frozenset({size, size_part, *([padded, ways * padded] if ways > 1 else [])}),)
+        seen.append([one, (frozenset({ways}), frozenset({size_part, padded}))] if ways > 1 else [one])
+    for start in range(min(2, len(seen))):  # all units, or one
+        for choice in itertools.product(*seen[start:]):
+            axes = [axis for axis in itertools.chain(*choice) if axis != {1}]
+            for cuts in itertools.product((False, True), repeat=max(0, len(axes) - 1)):
+                merged = axes[:1]
+                for axis, cut in zip(axes[1:], cuts, strict=True):
+                    if cut:
+                        merged.append(axis)
+                    else:
+                        merged[-1] = frozenset(a * b for a in merged[-1] for b in axis)
+                yield tuple(merged)
 
 
 def _has_sizes(shape: tuple[int, ...], axes: tuple[frozenset[int], ...]) -> bool:
     sizes = [size for size in shape if size != 1]
-    axes = [axis for axis in axes if axis != {1}]
     return len(sizes) == len(axes) and any(
         all(size in axis for size, axis in zip(order, axes, strict=True)) for order in itertools.permutations(sizes)
     )

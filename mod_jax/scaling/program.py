@@ -30,6 +30,7 @@ _FREE = (
 )
 _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # operation -> which operand is written
+_COLLECTIVE = re.compile(r"all-|reduce-scatter|collective-|ragged-|async-")
 _ALIASES = ("bitcast", "reshape", "get-tuple-element", "copy-done", "opt-barrier")
 
 
@@ -243,29 +244,28 @@ class _Reader:
         return _convolution_flops(operation.rest, left, right, out)
 
     def traffic(self, operation: Operation, computation: Computation) -> float:
-        """Bytes that an operation reads from HBM and writes to it."""
-        is_collective = re.match(r"all-|reduce-scatter|collective-|ragged-|async-", operation.opcode)
-        if operation.opcode in _FREE or operation.opcode.endswith("-done") or is_collective:
+        """Bytes that an operation reads from HBM and writes to it; of a collective, none: its links are the slower."""
+        if operation.opcode in _FREE or operation.opcode.endswith("-done") or _COLLECTIVE.match(operation.opcode):
             return 0.0
         total = 0.0
         for position, name in enumerate(operation.operands):
             source = computation.operations[name].results
             if len(source) == 1 and source[0].in_hbm:
                 total += self._read(operation, position, source[0].bytes)
-        results = operation.results
-        if operation.opcode.endswith("-start"):  # (destination, source, handle)
-            results = results[:1]
-        written = self._written(operation, computation)
-        for i, array in enumerate(results):
+        copies = operation.opcode == "reshape"  # inside a fusion it does not
+        written = [math.inf] if copies else self._written(operation, computation)
+        for array, size in zip(_destinations(operation), written, strict=True):
             if array.in_hbm:
-                total += min(array.bytes, written[i]) if i < len(written) else array.bytes
+                total += min(array.bytes, size)
         return total
 
     def _read(self, operation: Operation, position: int, full: float) -> float:
         """How much of an operand's `full` bytes an operation reads."""
-        if operation.opcode in _SLICES and position == 0:
-            return min(full, sum(array.bytes for array in operation.results))
-        if operation.opcode in _IN_PLACE and position == 0:
+        if operation.opcode.removesuffix("-start") in _SLICES and position == 0:
+            return min(full, sum(array.bytes for array in _destinations(operation)))
+        if (operation.opcode in _IN_PLACE and position == 0) or operation.opcode == "custom-call":
+            return 0.0
+        if _COLLECTIVE.match(operation.opcode):
             return 0.0
         if operation.opcode == "fusion":
             inner = self.computations[operation.called("calls")]
@@ -291,14 +291,23 @@ class _Reader:
             return [sum(array.bytes for array in update.results)]
         if operation.opcode in ("bitcast", "reshape") and operation.operands:
             return self._written(computation.operations[operation.operands[0]], computation)
-        if operation.opcode == "parameter":
+        if operation.opcode in ("parameter", "custom-call") or _COLLECTIVE.match(operation.opcode):
             return [0.0] * len(operation.results)
         if operation.opcode == "tuple":
             return [sum(self._written(computation.operations[name], computation)) for name in operation.operands]
         if operation.opcode == "fusion":
             inner = self.computations[operation.called("calls")]
             return self._written(inner.operations[inner.root], inner)
-        return [float(array.bytes) for array in operation.results]
+        return [float(array.bytes) for array in _destinations(operation)]
+
+
+def _destinations(operation: Operation) -> tuple[Array, ...]:
+    """What an operation writes. An asynchronous start also lists its operands and handles, before or behind."""
+    if operation.opcode == "copy-start":
+        return operation.results[:1]
+    if operation.opcode.endswith("-start"):
+        return operation.results[len(operation.operands) :][:1]
+    return operation.results
 
 
 def _convolution_flops(attributes: str, left, right, out) -> float:

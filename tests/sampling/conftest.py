@@ -34,20 +34,20 @@ SMALL = {
 }
 
 
+def build_model(**changes) -> TrainedModel:
+    """A model of this config that never was trained."""
+    config = make_config(**{**SMALL, **changes})
+    model = _model(config)
+    rng = np.random.default_rng(0)
+    params = jax.tree_util.tree_map_with_path(functools.partial(_draw, rng), model.abstract_params)
+    cutoffs_L = jnp.asarray(np.linspace(0.3, -0.2, max(config.num_routed, 1))[: config.num_routed], jnp.float32)
+    return TrainedModel(config, model, params, cutoffs_L, ByteTokenizer(), step=4, metadata={})
+
+
 @pytest.fixture
 def build():
-    """A function of config changes: `build(**{"model.depth": 2})` is a TrainedModel that never was trained."""
-
-    def make(**changes) -> TrainedModel:
-        config = make_config(**{**SMALL, **changes})
-        tokenizer = ByteTokenizer()
-        model = _model(config)
-        rng = np.random.default_rng(0)
-        params = jax.tree_util.tree_map_with_path(functools.partial(_draw, rng), model.abstract_params)
-        cutoffs_L = jnp.asarray(np.linspace(0.3, -0.2, max(config.num_routed, 1))[: config.num_routed], jnp.float32)
-        return TrainedModel(config, model, params, cutoffs_L, tokenizer, step=4, metadata={})
-
-    return make
+    """`build_model`: build(**{"model.depth": 2})."""
+    return build_model
 
 
 def _draw(rng: np.random.Generator, path, leaf) -> jax.Array:

@@ -80,6 +80,7 @@ def test_a_rows_draws_do_not_depend_on_its_batch_mates():
         dict(temperature=float("nan")),
         dict(temperature=float("inf")),
         dict(temperature="warm"),
+        dict(temperature=10**400),
         dict(top_k=0),
         dict(top_k=-1),
         dict(top_k=1.5),

@@ -10,7 +10,8 @@ from mod_jax.sampling import CacheOverflowError, RequestError, Sampler
 from mod_jax.sampling.restore import causal_selection
 
 PROMPTS = ["def f(x):", "x", ""]
-TINY_CACHE = (0.01, 0.01)  # capacity_L of a sampler whose caches are too small
+SHALLOW = {"model.depth": 2}
+SMALL_CACHE = (0.5,)  # capacity_L that gives 24 slots for 32 positions
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def shared():
 def sampler(build, shared):
     """One sampler for the tests of this file: programs are compiled once."""
     if "sampler" not in shared:
-        shared["sampler"] = Sampler(build(), "threshold")
+        shared["sampler"] = Sampler(build(**SHALLOW), "threshold")
     return shared["sampler"]
 
 
@@ -32,7 +33,7 @@ def ids_of(sampler, prompt, completion):
 
 def test_greedy_is_the_uncached_models_choice_at_every_step(build, tools, sampler):
     completions = sampler.generate(PROMPTS, temperature=0, max_new_tokens=12)
-    model = build()
+    model = build(**SHALLOW)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert completion.finish_reason == "length"
         ids = ids_of(sampler, prompt, completion)
@@ -81,30 +82,35 @@ def test_no_limit_means_up_to_the_context_row_by_row(sampler):
         assert completion.num_prompt_tokens + len(completion.tokens) == 32
 
 
-def test_a_cache_that_is_too_small_grows_and_changes_nothing(build, sampler):
-    small = Sampler(build(), "threshold", capacity_L=TINY_CACHE)
-    for options in (dict(temperature=0), dict(seed=3)):
-        expected = sampler.generate(PROMPTS, **options)
-        assert small.generate(PROMPTS, **options) == expected
-    assert small._grow._cache_size() > 0  # while decoding
-    long = "a long prompt, 30 characters.."
-    assert small.generate(long, temperature=0) == sampler.generate(long, temperature=0)
+def test_a_cache_that_is_too_small_grows_and_changes_nothing(build):
+    all_selected = dict(selection="threshold", cutoffs_L=[-100.0])
+    roomy = Sampler(build(**SHALLOW), **all_selected, capacity_L=(1.0,))
+    small = Sampler(build(**SHALLOW), **all_selected, capacity_L=SMALL_CACHE)
+    assert small.describe(1) != roomy.describe(1)
+    assert small.generate(PROMPTS, temperature=0) == roomy.generate(PROMPTS, temperature=0)  # grows while decoding:
+    assert small._grow._cache_size() == 1  # 24 -> 32 slots
+    small = Sampler(build(**SHALLOW), **all_selected, capacity_L=SMALL_CACHE)
+    long = ["a prompt of 25 characters", "x", ""]
+    assert small.generate(long, max_new_tokens=3, seed=1) == roomy.generate(long, max_new_tokens=3, seed=1)
+    assert small._prefill._cache_size() == 2  # grew for the prompt
+    assert small._grow._cache_size() == 0
+    assert small.describe(1) == roomy.describe(1)  # and remembers
 
 
 def test_a_cache_that_must_not_grow_says_so(build):
-    small = Sampler(build(), "threshold", capacity_L=TINY_CACHE, overflow="error")
-    with pytest.raises(CacheOverflowError, match="8, 8 for 32 positions"):
-        small.generate("a long prompt, 30 characters..")
-    with pytest.raises(CacheOverflowError, match="needs more slots"):
-        small.generate("", temperature=0)
+    small = Sampler(build(**SHALLOW), "threshold", cutoffs_L=[-100.0], capacity_L=SMALL_CACHE, overflow="error")
+    for prompts in (["a prompt of 25 characters", "x", ""], PROMPTS):  # while reading it, while decoding
+        with pytest.raises(CacheOverflowError, match=r"needs more slots than its routed blocks have \(24 for 32"):
+            small.generate(prompts, temperature=0)
+    assert len(small.generate(["x", "y", ""], max_new_tokens=6)) == 3  # no reason to refuse
     with pytest.raises(RequestError, match="overflow"):
-        Sampler(build(), overflow="drop")
+        Sampler(build(**SHALLOW), overflow="drop")
 
 
 def test_log_likelihood_by_prefill_equals_the_sum_over_decode_steps(build, tools, sampler):
     texts = ["print(1)\n", "", "class A: pass"]
     at_once, stepwise = (sampler.log_likelihoods(texts, stepwise=by_step) for by_step in (False, True))
-    model = build()
+    model = build(**SHALLOW)
     for text, one, other in zip(texts, at_once, stepwise, strict=True):
         assert one.shape == other.shape == (len(text),)
         assert abs(one.sum() - other.sum()) < 1e-4
@@ -142,26 +148,26 @@ def test_s11_a_selection_that_was_not_trained_is_refused(build):
 
 
 def test_s13_programs_are_bounded_by_buckets_not_by_prompts(build):
-    sampler = Sampler(build(**{"model.context": 64, "model.depth": 2}), "threshold")
+    sampler = Sampler(build(**{"model.context": 64, **SHALLOW}), "threshold", capacity_L=(1.0,))
     for length in range(1, 60, 3):
         sampler.generate("a" * length, max_new_tokens=4, temperature=length % 3, top_k=1 + length % 7, seed=length)
-    # Prompts round up to 32 or 64, positions too: (32, 32), (32, 64), (64, 64), and one loop per number of positions.
-    # An untrained router may want a larger cache: once per bucket here.
-    before = sampler.num_programs
-    assert before <= 2 * 5
+    # Prompts and positions round up to 32 or 64: (32, 32), (32, 64), (64, 64); one loop for 32 positions, one for 64.
+    assert sampler.num_programs == 3 + 2
     for length in range(2, 60, 3):
         list(sampler.stream("b" * length, max_new_tokens=3, top_p=0.5, stop_strings=["\n"]))
-    assert sampler.num_programs <= before + 2
+    assert sampler.num_programs == 3 + 2
+    sampler.generate(["", ""], max_new_tokens=4)  # the count sees another shape
+    assert sampler.num_programs == 3 + 2 + 2
 
 
 def test_ids_that_stand_for_nothing_are_never_chosen(build):
-    model = build(**{"model.vocab_size": 2000, "model.depth": 2})
+    model = build(**{"model.vocab_size": 2000, **SHALLOW})
     completions = Sampler(model).generate(["", "x"], temperature=1e9)
     assert all(0 <= token < 257 for completion in completions for token in completion.tokens)
 
 
 def test_half_precision_rounds_the_weights_once_and_gives_the_same_numbers(build, tools):
-    model = build(**{"model.dtype": "bfloat16", "model.depth": 2})
+    model = build(**{"model.dtype": "bfloat16", **SHALLOW})
     sampler = Sampler(model, "threshold")
     assert {leaf.dtype.name for leaf in sampler._weights} == {"bfloat16", "float32"}
     text = "print(1)\n"
@@ -199,7 +205,7 @@ def test_requests_without_prompts_or_with_odd_ones(sampler):
 
 
 def test_models_differ_by_their_parameters_not_by_their_programs(build, sampler):
-    model = build()
+    model = build(**SHALLOW)
     other = dataclasses.replace(model, params={**model.params}, cutoffs_L=model.cutoffs_L + 100.0)
     completion = Sampler(other, "threshold").generate("x", temperature=0, max_new_tokens=12)[0]
     assert completion.routed_fraction == 0.0

@@ -161,7 +161,7 @@ def test_r13_r16_many_devices_train_like_one(shape):
 
 
 def moved_activations(compiled, mesh):
-    """Collectives over the batch axes of arrays with an axis of positions, also flattened with rows: 22 * n or 11 * n."""
+    """Collectives over the batch axes of arrays with an axis of positions, alone or flattened with rows."""
     return [
         c
         for c in find_collectives(compiled.as_text(), dict(mesh.shape))

@@ -176,7 +176,7 @@ PARAMS = [((3, 8, 6), (3, 2, 6)), ((40, 8), (40, 2)), ((200,), (200,)), ((3, 8, 
     [
         ("bf16", (40, 8), ("fsdp",), False),  # the table, gathered
         ("f32", (8, 40), ("fsdp",), False),  # and transposed
-        ("f32", (1, 160, 1), ("fsdp",), True),  # 160 numbers that are no weight
+        ("f32", (1, 171, 1), ("fsdp",), True),  # 171 numbers that are no weight
         ("f32", (3, 8, 6), ("fsdp",), False),  # all units
         ("f32", (8, 20), ("fsdp",), False),  # one unit of the last, heads merged
         ("f32", (8, 4, 5), ("fsdp",), False),

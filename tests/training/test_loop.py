@@ -109,7 +109,7 @@ def signal_at(monkeypatch):
 
         monkeypatch.setattr(loop, "put_batch", put)
 
-    yield arm
+    return arm
 
 
 def test_a_fresh_run_leaves_everything_behind(finished):

@@ -1,0 +1,99 @@
+"""One trained model, many compute budgets: held-out loss against the FLOPs really spent, without retraining.
+
+    python experiments/budget_curve.py --workdir=runs/mod --out=runs/mod/budget
+
+For each capacity the cut-offs of selection "threshold" are calibrated on every other batch of held-out windows, and the
+causal loss is taken on the rest, together with the capacity that the blocks realised there; that, not the one asked
+for, gives the FLOPs. Writes budget_curve.json and budget_curve.png, and prints the table.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from matplotlib.figure import Figure
+
+from mod_jax import sampling
+from mod_jax.analysis import plots
+from mod_jax.analysis.routing_stats import block_name
+from mod_jax.data import pipeline
+from mod_jax.sampling import budget, held_out
+from mod_jax.scaling import flops
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a finished run.", required=True)
+OUT = flags.DEFINE_string("out", None, "Folder for the results.", required=True)
+CAPACITIES = flags.DEFINE_list(
+    "capacities", ["0.01", "0.03", "0.06", "0.09", "0.125", "0.18", "0.25", "0.35", "0.5", "0.7", "1.0"], "Budgets."
+)
+
+
+def main(_) -> None:
+    logging.set_verbosity(logging.ERROR)
+    model = sampling.restore(WORKDIR.value)
+    corpus = pipeline.prepare(model.config.data)
+    evaluator = held_out.make_evaluator(model, corpus)
+    calibration, evaluator.batches = evaluator.batches[::2], evaluator.batches[1::2]
+    if not evaluator.batches:
+        raise app.UsageError("one batch of held-out windows is not enough to calibrate and to judge")
+
+    points = [measure(model, evaluator, "trained cut-offs", model.cutoffs_L)]
+    for capacity in map(float, CAPACITIES.value):
+        shifted = budget.calibrate(model, capacity, calibration)
+        points.append(measure(model, evaluator, f"{capacity:g}", shifted.cutoffs_L))
+
+    header = "| budget | realised | FLOPs per token | of dense | causal loss (threshold) | minus top-k loss |"
+    lines = [header, "|---|---|---|---|---|---|"]
+    for p in points:
+        lines.append(
+            f"| {p['budget']} | {p['realised_capacity']:.3f} | {p['flops_per_token']:.4g} | {p['of_dense']:.3f} | "
+            f"{p['loss']:.4f} | {p['loss'] - p['topk_loss']:+.4f} |"
+        )
+    lines.append(f"\n{pipeline.describe(corpus)}; step {model.step}, commit {model.metadata['commit']}")
+    print("\n".join(lines))
+
+    out = pathlib.Path(OUT.value).expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "budget_curve.json").write_text(json.dumps(points, indent=2) + "\n")
+    plots.save(draw(points), out / "budget_curve.png")
+
+
+def measure(model: sampling.TrainedModel, evaluator, name: str, cutoffs_L: np.ndarray) -> dict:
+    """The causal loss under these cut-offs, and what it cost."""
+    config, vocab_size = model.config, model.config.model.vocab_size or model.tokenizer.vocab_size
+    shifted = dataclasses.replace(model, cutoffs_L=jnp.asarray(cutoffs_L))
+    metrics = evaluator.evaluate(held_out.as_state(shifted))
+    realised_L = [metrics[f"routing/{block_name(depth)}/realised_capacity/threshold"] for depth in config.routed_depths]
+    dense = dataclasses.replace(config, model=dataclasses.replace(config.model, layout="F"))
+    spent = flops.forward_flops(config, vocab_size, predictor=False, realised_capacity=tuple(realised_L)).total
+    return {
+        "budget": name,
+        "cutoffs": [float(cutoff) for cutoff in cutoffs_L],
+        "realised_capacity": float(np.mean(realised_L)),
+        "flops_per_token": spent / config.data.seq_len,
+        "of_dense": spent / flops.forward_flops(dense, vocab_size).total,
+        "loss": metrics["eval/causal_loss/threshold"],
+        "topk_loss": metrics["eval/topk_loss"],
+    }
+
+
+def draw(points: list[dict]) -> Figure:
+    """The curve, with the trained cut-offs as one point and the top-k loss as a line."""
+    figure = Figure(figsize=(6.5, 4.2))
+    axes = figure.subplots()
+    curve = sorted(points[1:], key=lambda p: p["flops_per_token"])
+    axes.plot([p["flops_per_token"] for p in curve], [p["loss"] for p in curve], "o-", label="cut-offs shifted")
+    axes.plot(points[0]["flops_per_token"], points[0]["loss"], "k*", markersize=12, label="cut-offs of training")
+    axes.axhline(points[0]["topk_loss"], linestyle=":", color="gray", label="top-k loss (looks at the future)")
+    for p in curve:
+        axes.annotate(f"{p['realised_capacity']:.2f}", (p["flops_per_token"], p["loss"]), fontsize=7)
+    axes.set_xlabel("FLOPs per token really spent")
+    axes.set_ylabel("held-out causal loss, nats per token")
+    axes.legend()
+    return figure
+
+
+if __name__ == "__main__":
+    app.run(main)
