@@ -28,6 +28,9 @@ SELECTION = flags.DEFINE_string("selection", None, "router, predictor or thresho
 CAPACITY = flags.DEFINE_float(
     "capacity", None, "Compute budget in (0, 1]: shifts the cut-offs of selection `threshold`, on held-out text."
 )
+DRAFTS = flags.DEFINE_integer(
+    "drafts", 0, "Draft so many tokens per step without the routed blocks, then verify them at once; 0: do not."
+)
 
 
 def main(argv: list[str]) -> int:
@@ -62,7 +65,7 @@ def run() -> None:
         else:
             print(f"=== {prompt.decode(errors='replace')!r}\n{completion.text}", flush=True)
         say(
-            f"{len(completion.tokens)} tokens, ended by {completion.finish_reason}; "
+            f"{len(completion.tokens)} tokens in {completion.steps} steps, ended by {completion.finish_reason}; "
             f"its tokens entered {completion.routed_fraction:.1%} of the routed blocks"
         )
 
@@ -74,14 +77,15 @@ def make_sampler():
 
     model = sampling.restore(WORKDIR.value, STEP.value)
     if CAPACITY.value is None:
-        return sampling.Sampler(model, SELECTION.value)
+        return sampling.Sampler(model, SELECTION.value, num_drafts=DRAFTS.value)
     if SELECTION.value not in (None, "threshold"):
         raise sampling.RequestError(
             f"capacity shifts the cut-offs of selection 'threshold', not of {SELECTION.value!r}"
         )
     shifted = budget.calibrate(model, CAPACITY.value, budget.held_out_batches(model))
     say(f"cut-offs for capacity {CAPACITY.value:g}: {', '.join(f'{cutoff:.4f}' for cutoff in shifted.cutoffs_L)}")
-    return sampling.Sampler(model, "threshold", cutoffs_L=shifted.cutoffs_L, capacity_L=shifted.capacity_L)
+    budgeted = dict(cutoffs_L=shifted.cutoffs_L, capacity_L=shifted.capacity_L)
+    return sampling.Sampler(model, "threshold", **budgeted, num_drafts=DRAFTS.value)
 
 
 def read_prompts() -> list[bytes]:

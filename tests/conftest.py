@@ -9,7 +9,9 @@ import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=300"  # eight devices may have to wait for two busy cores
 )
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get(
     "JAX_COMPILATION_CACHE_DIR", f"{tempfile.gettempdir()}/mod_jax_tests-{os.getuid()}/programs"

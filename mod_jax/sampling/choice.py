@@ -108,6 +108,19 @@ def adjust(logits_BV: jax.Array, knobs: Knobs) -> jax.Array:
     return jax.lax.cond(unrestricted, lambda: logits_BV, restricted)
 
 
+def probabilities(logits_BTV: jax.Array, knobs: Knobs) -> jax.Array:
+    """What `choose` draws from, as probabilities [B, ..., V]: at temperature 0 all of it is on one token."""
+    flat_MV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
+
+    def soft():
+        return jax.nn.softmax(adjust(flat_MV, knobs), axis=-1)
+
+    def greedy():
+        return jax.nn.one_hot(jnp.argmax(flat_MV, axis=-1), flat_MV.shape[1], dtype=flat_MV.dtype)
+
+    return jax.lax.cond(knobs.temperature > 0, soft, greedy).reshape(logits_BTV.shape)
+
+
 def _kept(logits_V: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """Which tokens top-k and top-p leave, of one row: always the likeliest; of equal ones the lower ids first."""
     order_V = jnp.argsort(logits_V, descending=True, stable=True)

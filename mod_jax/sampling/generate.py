@@ -1,16 +1,13 @@
 """Text from a trained model: `generate("runs/mod", "def ")`, or a `Sampler` kept for many calls.
 
-A batch of prompts is one `prefill`, then one compiled loop of `decode_step`s that runs until every row has ended, or
-for as many steps as the caller wants to wait: one when streaming, a few when stop strings are looked for. Lengths are
-rounded up to buckets, so that the number of compiled programs is bounded by the context and not by the prompts.
-
-Vocabulary: B rows, T prompt tokens (rounded up), N positions of a row (prompt and new tokens, rounded up), V
-vocabulary, L routed blocks. A row is *live* until it has ended.
+This is the host side; `programs` is the device's. A batch of prompts is one prefill, then one compiled loop of decoding
+steps that runs until every row has ended, or for as many steps as the caller wants to wait: one when streaming, a few
+when stop strings are looked for. Lengths are rounded up to buckets, so that the number of compiled programs is bounded
+by the context and not by the prompts.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +16,8 @@ from flax import nnx
 
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling import causal
-from mod_jax.sampling.cache import Cache
-from mod_jax.sampling.choice import Knobs, Options, RequestError, choose, row_keys
+from mod_jax.sampling.choice import Options, RequestError, row_keys
+from mod_jax.sampling.programs import GenerationState, Programs, Request
 from mod_jax.sampling.restore import TrainedModel, causal_selection, restore
 from mod_jax.sampling.text import Completion, Prompt, Row, TextStream, encode_prompt
 from mod_jax.training.optimizer import is_decayed
@@ -31,20 +28,6 @@ STEPS_BETWEEN_STOP_CHECKS = 16
 
 class CacheOverflowError(RuntimeError):
     """A routed block selected more tokens of a row than its cache has slots, and growing was ruled out."""
-
-
-class GenerationState(NamedTuple):
-    """All that changes while a batch is generated. Positions are `prompt_lengths_B + produced_B - 1`, never slots."""
-
-    cache: Cache
-    prompt_lengths_B: jax.Array
-    limits_B: jax.Array  # tokens to produce at most
-    produced_B: jax.Array
-    done_B: jax.Array
-    output_BN: jax.Array  # tokens produced; the last one was not fed to the model yet
-    fed_B: jax.Array  # tokens run through the model, the prompt's with them
-    selected_B: jax.Array  # routed blocks that those tokens entered
-    steps: jax.Array  # decoding steps so far
 
 
 class Sampler:
@@ -58,6 +41,7 @@ class Sampler:
         cutoffs_L: jax.Array | None = None,
         capacity_L: tuple[float, ...] | None = None,
         overflow: str = "grow",
+        num_drafts: int = 0,
     ):
         """Prepares `model` for sampling.
 
@@ -66,7 +50,12 @@ class Sampler:
           cutoffs_L: in place of the model's own, for selection "threshold" (see `budget.calibrate`).
           capacity_L: the fraction that each routed block is expected to select, to size caches; None: as in training.
           overflow: what to do when a row needs more slots than it has: "grow" the cache, or raise an "error".
+          num_drafts: draft so many tokens per step by the full blocks alone, and verify them at once (`speculative`).
         """
+        if isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or not 0 <= num_drafts < MIN_BUCKET:
+            raise RequestError(f"num_drafts = {num_drafts!r}: must be an integer in [0, {MIN_BUCKET - 1}]")
+        if num_drafts and not model.config.num_routed:
+            raise RequestError(f"num_drafts = {num_drafts}: a dense model has no routed blocks to leave out")
         if overflow not in ("grow", "error"):
             raise RequestError(f"overflow = {overflow!r}: must be grow or error")
         self.config, self.tokenizer = model.config, model.tokenizer
@@ -83,12 +72,15 @@ class Sampler:
             return causal.split_layers(nnx.merge(model.model.graphdef, nnx.State(params)))
 
         # Flat, because passing modules through `jit` costs more time than a small model's step.
-        self._weights, self._structure = jax.tree.flatten(jax.jit(split)(model.params))
-        self._prefill = jax.jit(self._prefill_program, static_argnames=("num_positions", "slots"))
-        self._advance = jax.jit(self._advance_program, donate_argnames="state")
+        self._weights, structure = jax.tree.flatten(jax.jit(split)(model.params))
+        programs = Programs(
+            self.config, structure, self.selection, self._capacity_L, self.tokenizer.vocab_size, num_drafts
+        )
+        self._prefill = jax.jit(programs.prefill, static_argnames=("num_positions", "slots"))
+        self._advance = jax.jit(programs.advance, donate_argnames="state")
         self._grow = jax.jit(lambda cache, slots: cache_lib.grow(cache, slots), static_argnames="slots")
-        self._score = jax.jit(self._score_program)
-        self._score_stepwise = jax.jit(self._score_stepwise_program)
+        self._score = jax.jit(programs.score)
+        self._score_stepwise = jax.jit(programs.score_stepwise)
 
     @property
     def num_programs(self) -> int:
@@ -172,7 +164,7 @@ class Sampler:
         num_positions = self._bucket(max(row.ids.size + row.limit for row in rows))
         stop_V = np.zeros(self.tokenizer.vocab_size, bool)
         stop_V[[self.tokenizer.separator_id, *options.stop_tokens]] = True
-        request = (self._cutoffs_L, options.knobs(), row_keys(options.seed, len(rows)), stop_V)
+        request = Request(self._cutoffs_L, options.knobs(), row_keys(options.seed, len(rows)), stop_V)
         state = self._start(rows, request, num_positions)
         target = 0  # decoding steps wanted by now
         while True:
@@ -187,22 +179,22 @@ class Sampler:
                 state = state._replace(cache=self._grow(state.cache, slots=self._more_slots(num_positions)))
             # By a stop string, too, of which the device knows nothing.
             state = state._replace(done_B=state.done_B | ended_B)
-            state = self._advance(self._weights, *request, state=state, target=np.int32(target))
+            state = self._advance(self._weights, request, state=state, target=np.int32(target))
 
     def _take(self, rows: list[Row], state: GenerationState, stop_V: np.ndarray) -> None:
         """Reads from the device what each row has by now."""
-        fields = (state.produced_B, state.output_BN, state.fed_B, state.selected_B)
-        for row, produced, tokens_N, fed, selected in zip(rows, *jax.device_get(fields), strict=True):
-            row.take(tokens_N[:produced], stop_V, int(fed), int(selected))
+        fields = (state.produced_B, state.output_BN, state.fed_B, state.selected_B, state.steps_B)
+        for row, produced, tokens_N, *counts in zip(rows, *jax.device_get(fields), strict=True):
+            row.take(tokens_N[:produced], stop_V, *map(int, counts))
 
-    def _start(self, rows: list[Row], request: tuple, num_positions: int) -> GenerationState:
+    def _start(self, rows: list[Row], request: Request, num_positions: int) -> GenerationState:
         """Runs the prompts, in a cache as large as they need; each row has then one token produced."""
         tokens_BT, lengths_B = _pad([row.ids for row in rows], self._bucket(max(row.ids.size for row in rows)))
         limits_B = np.array([row.limit for row in rows], np.int32)
         slots = self._slots(num_positions)
         while True:
             sizes = dict(num_positions=num_positions, slots=slots)
-            state, overflowed = self._prefill(self._weights, *request, tokens_BT, lengths_B, limits_B, **sizes)
+            state, overflowed = self._prefill(self._weights, request, tokens_BT, lengths_B, limits_B, **sizes)
             if not overflowed:
                 return state
             slots = self._more_slots(num_positions)
@@ -229,107 +221,6 @@ class Sampler:
         """`length` rounded up to a power of two, at least MIN_BUCKET, at most the context."""
         return min(max(MIN_BUCKET, 1 << (length - 1).bit_length()), self.config.model.context)
 
-    # The device side: pure functions, each compiled once per shape.
-
-    def _prompt(self, weights, cutoffs_L, tokens_BT, lengths_B, slots):
-        layers = jax.tree.unflatten(self._structure, weights)
-        B, T = tokens_BT.shape
-        kept_L = tuple(cache_lib.routed_slots(T, capacity) for capacity in self._capacity_L)
-        cache = cache_lib.init_cache(self.config, B, slots)
-        valid_BT = jnp.arange(T)[None] < lengths_B[:, None]
-        return layers, causal.prefill(layers, tokens_BT, valid_BT, cache, self.selection, cutoffs_L, kept_L)
-
-    def _prefill_program(
-        self, weights, cutoffs_L, knobs, keys_B, stop_V, tokens_BT, lengths_B, limits_B, *, num_positions, slots
-    ) -> tuple[GenerationState, jax.Array]:
-        layers, output = self._prompt(weights, cutoffs_L, tokens_BT, lengths_B, slots)
-        zeros_B = jnp.zeros_like(lengths_B)
-        state = GenerationState(
-            cache=output.cache,
-            prompt_lengths_B=lengths_B,
-            limits_B=limits_B,
-            produced_B=zeros_B,
-            done_B=zeros_B > 0,
-            output_BN=jnp.zeros((len(lengths_B), num_positions), jnp.int32),
-            fed_B=lengths_B,
-            selected_B=jnp.sum(output.selected_LBT, axis=(0, 2), dtype=jnp.int32),
-            steps=jnp.zeros((), jnp.int32),
-        )
-        last_B1D = jnp.take_along_axis(output.x_BTD, lengths_B[:, None, None] - 1, axis=1)
-        state = self._produce(state, layers.logits(last_B1D)[:, 0], knobs, keys_B, stop_V)
-        return state, cache_lib.overflowed(output.cache)
-
-    def _advance_program(self, weights, cutoffs_L, knobs: Knobs, keys_B, stop_V, *, state, target) -> GenerationState:
-        """Decodes until `target` steps were made, every row has ended, or a live row's cache is full."""
-        layers = jax.tree.unflatten(self._structure, weights)
-        B, num_positions = state.output_BN.shape
-        rows_L = self._rows_per_pass(B)
-
-        def goes_on(state):
-            room_B = cache_lib.has_room(state.cache, num_positions) | state.done_B
-            return (state.steps < target) & ~jnp.all(state.done_B) & jnp.all(room_B)
-
-        def step(state):
-            last_B1 = jnp.take_along_axis(state.output_BN, state.produced_B[:, None] - 1, axis=1)
-            positions_B, live_B = state.prompt_lengths_B + state.produced_B - 1, ~state.done_B
-            output = causal.decode_step(
-                layers, last_B1[:, 0], positions_B, live_B, state.cache, self.selection, cutoffs_L, rows_L
-            )
-            state = state._replace(
-                cache=output.cache,
-                fed_B=state.fed_B + live_B,
-                selected_B=state.selected_B + jnp.sum(output.selected_LBT, axis=(0, 2), dtype=jnp.int32),
-                steps=state.steps + 1,
-            )
-            return self._produce(state, layers.logits(output.x_BTD)[:, 0], knobs, keys_B, stop_V)
-
-        return jax.lax.while_loop(goes_on, step, state)
-
-    def _produce(self, state: GenerationState, logits_BV, knobs, keys_B, stop_V) -> GenerationState:
-        """Chooses the next token of every live row."""
-        num_ids = self.tokenizer.vocab_size  # the table may have more rows, which stand for nothing
-        keys_B = jax.vmap(jax.random.fold_in)(keys_B, state.produced_B)
-        chosen_B = choose(logits_BV[:, :num_ids], knobs, keys_B)
-        live_B = ~state.done_B
-        column_B = jnp.where(live_B, state.produced_B, state.output_BN.shape[1])  # out of bounds: dropped
-        put = jax.vmap(lambda row_N, column, token: row_N.at[column].set(token, mode="drop"))
-        produced_B = state.produced_B + live_B
-        ends_B = stop_V[chosen_B] | (produced_B >= state.limits_B)
-        return state._replace(
-            output_BN=put(state.output_BN, column_B, chosen_B),
-            produced_B=produced_B,
-            done_B=state.done_B | (live_B & ends_B),
-        )
-
-    def _score_program(self, weights, cutoffs_L, tokens_BT, lengths_B) -> jax.Array:
-        slots = (tokens_BT.shape[1],) * len(self.config.blocks)  # as many as positions: nothing can overflow
-        layers, output = self._prompt(weights, cutoffs_L, tokens_BT, lengths_B, slots)
-        return _log_p(layers.logits(output.x_BTD)[:, :-1], tokens_BT[:, 1:])
-
-    def _score_stepwise_program(self, weights, cutoffs_L, tokens_BT, lengths_B) -> jax.Array:
-        layers = jax.tree.unflatten(self._structure, weights)
-        B, T = tokens_BT.shape
-
-        def step(cache, position):
-            positions_B = jnp.full(B, position, jnp.int32)
-            output = causal.decode_step(
-                layers,
-                tokens_BT[:, position],
-                positions_B,
-                positions_B < lengths_B,
-                cache,
-                self.selection,
-                cutoffs_L,
-                self._rows_per_pass(B),
-            )
-            return output.cache, _log_p(layers.logits(output.x_BTD), tokens_BT[:, position + 1][:, None])[:, 0]
-
-        cache = cache_lib.init_cache(self.config, B, (T,) * len(self.config.blocks))
-        return jax.lax.scan(step, cache, jnp.arange(T - 1))[1].T
-
-    def _rows_per_pass(self, batch_size: int) -> tuple[int, ...]:
-        return tuple(causal.rows_per_pass(batch_size, capacity) for capacity in self._capacity_L)
-
 
 def generate(
     model: str | os.PathLike | Sampler, prompts: Prompt | Sequence[Prompt], *, selection: str | None = None, **options
@@ -337,10 +228,6 @@ def generate(
     """Completes prompts with the newest checkpoint of a workdir, or with a `Sampler`. For `options` see `Options`."""
     sampler = model if isinstance(model, Sampler) else Sampler(restore(model), selection)
     return sampler.generate(prompts, **options)
-
-
-def _log_p(logits_BTV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), tokens_BT[..., None], axis=-1)[..., 0]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -96,7 +96,8 @@ class Completion:
 
     Attributes:
       finish_reason: "end" (the model ended the document), "stop" (a stop token or string), or "length".
-      routed_fraction: share of the routed blocks that its tokens, the prompt's with them, entered.
+      routed_fraction: share of the routed blocks that its tokens, the prompt's and refused drafts with them, entered.
+      steps: passes through the whole model after the prompt; fewer than tokens where drafts were accepted.
     """
 
     text: str
@@ -104,6 +105,7 @@ class Completion:
     finish_reason: str
     num_prompt_tokens: int
     routed_fraction: float
+    steps: int
 
 
 @dataclasses.dataclass
@@ -120,13 +122,14 @@ class Row:
     tokens: list[int] = dataclasses.field(default_factory=list)
     fed: int = 0
     selected: int = 0
+    steps: int = 0
 
-    def take(self, produced: np.ndarray, stop_V: np.ndarray, fed: int, selected: int) -> None:
+    def take(self, produced: np.ndarray, stop_V: np.ndarray, fed: int, selected: int, steps: int) -> None:
         """Takes in all tokens produced so far; `new_text` is then what this call added."""
         self.new_text = ""
         if self.finish_reason:
             return
-        self.fed, self.selected = fed, selected
+        self.fed, self.selected, self.steps = fed, selected, steps
         for token in map(int, produced[len(self.tokens) :]):
             if stop_V[token]:
                 self.finish_reason = "end" if token == self.ids[0] else "stop"
@@ -144,4 +147,4 @@ class Row:
 
     def completion(self) -> Completion:
         fraction = self.selected / (self.num_routed * self.fed) if self.num_routed else 1.0
-        return Completion(self.text, self.tokens, self.finish_reason, self.ids.size, fraction)
+        return Completion(self.text, self.tokens, self.finish_reason, self.ids.size, fraction, self.steps)

@@ -118,7 +118,7 @@ def test_sample_streams_text_to_stdout_and_tells_the_rest_on_stderr(workdir):
     assert out == expected.text + "\n"
     assert "selection predictor (trained: predictor, threshold)" in err
     assert "of a dense model's" in err
-    assert "8 tokens, ended by length" in err
+    assert "8 tokens in 7 steps, ended by length" in err
 
 
 def test_sample_takes_several_prompts_files_and_a_budget(workdir, tmp_path):

@@ -1,0 +1,191 @@
+"""The device side of generation: pure functions of arrays, each compiled once per shape.
+
+Vocabulary: B rows, T prompt tokens, N positions of a row (prompt and new tokens), E tokens emitted by one step, V
+vocabulary, L routed blocks. A row is *live* until it has ended. A *step* runs each live row once through the whole
+model: it emits one token, or with drafts (see `speculative`) up to one more than there are drafts.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mod_jax.config import Config
+from mod_jax.sampling import cache as cache_lib
+from mod_jax.sampling import causal, speculative
+from mod_jax.sampling.cache import Cache
+from mod_jax.sampling.causal import Layers, rows_per_pass
+from mod_jax.sampling.choice import Knobs, choose
+
+
+class Request(NamedTuple):
+    """What stays the same while a batch is generated."""
+
+    cutoffs_L: jax.Array
+    knobs: Knobs
+    keys_B: jax.Array
+    stop_V: jax.Array  # ids that end a row
+
+
+class GenerationState(NamedTuple):
+    """All that changes while a batch is generated. Positions are `prompt_lengths_B + produced_B - 1`, never slots."""
+
+    cache: Cache
+    prompt_lengths_B: jax.Array
+    limits_B: jax.Array  # tokens to produce at most
+    produced_B: jax.Array
+    done_B: jax.Array
+    output_BN: jax.Array  # tokens produced; the last one was not fed to the model yet
+    fed_B: jax.Array  # tokens run through the whole model, the prompt's with them
+    selected_B: jax.Array  # routed blocks that those tokens entered
+    steps_B: jax.Array  # decoding steps that the row was live in
+    steps: jax.Array  # decoding steps so far
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Functions to be jitted. `weights` are the leaves of `Layers`, which `structure` puts together again.
+
+    Attributes:
+      capacity_L: the fraction that each routed block is expected to select; sizes passes, never results.
+      num_ids: ids that stand for something; the embedding table may have more rows.
+      num_drafts: tokens drafted per step; 0: no drafts.
+    """
+
+    config: Config
+    structure: Any
+    selection: str
+    capacity_L: tuple[float, ...]
+    num_ids: int
+    num_drafts: int
+
+    def prefill(
+        self, weights, request: Request, tokens_BT, lengths_B, limits_B, *, num_positions: int, slots: tuple[int, ...]
+    ) -> tuple[GenerationState, jax.Array]:
+        """Runs the prompts and produces one token per row; and whether the cache was too small for the prompts."""
+        layers, output = self._prompt(weights, request.cutoffs_L, tokens_BT, lengths_B, slots)
+        zeros_B = jnp.zeros_like(lengths_B)
+        state = GenerationState(
+            cache=output.cache,
+            prompt_lengths_B=lengths_B,
+            limits_B=limits_B,
+            produced_B=zeros_B,
+            done_B=zeros_B > 0,
+            output_BN=jnp.zeros((len(lengths_B), num_positions), jnp.int32),
+            fed_B=lengths_B,
+            selected_B=jnp.sum(output.selected_LBT, axis=(0, 2), dtype=jnp.int32),
+            steps_B=zeros_B,
+            steps=jnp.zeros((), jnp.int32),
+        )
+        last_B1D = jnp.take_along_axis(output.x_BTD, lengths_B[:, None, None] - 1, axis=1)
+        return self._choose(state, layers.logits(last_B1D), request), cache_lib.overflowed(output.cache)
+
+    def advance(self, weights, request: Request, *, state: GenerationState, target: jax.Array) -> GenerationState:
+        """Decodes until `target` steps were made, every row has ended, or a live row's cache is full."""
+        layers = jax.tree.unflatten(self.structure, weights)
+        num_positions = state.output_BN.shape[1]
+
+        def goes_on(state):
+            room_B = cache_lib.has_room(state.cache, num_positions, self.num_drafts + 1) | state.done_B
+            return (state.steps < target) & ~jnp.all(state.done_B) & jnp.all(room_B)
+
+        def step(state):
+            last_B1 = jnp.take_along_axis(state.output_BN, state.produced_B[:, None] - 1, axis=1)
+            positions_B, live_B = state.prompt_lengths_B + state.produced_B - 1, ~state.done_B
+            state = state._replace(steps=state.steps + 1, steps_B=state.steps_B + live_B)
+            advance = self._speculate if self.num_drafts else self._decode
+            return advance(layers, state, request, last_B1[:, 0], positions_B, live_B)
+
+        return jax.lax.while_loop(goes_on, step, state)
+
+    def score(self, weights, cutoffs_L, tokens_BT, lengths_B) -> jax.Array:
+        """log p of tokens 1, 2, ... given those before, [B, T - 1], by one prefill."""
+        slots = (tokens_BT.shape[1],) * len(self.config.blocks)  # as many as positions: nothing can overflow
+        layers, output = self._prompt(weights, cutoffs_L, tokens_BT, lengths_B, slots)
+        return _log_p(layers.logits(output.x_BTD)[:, :-1], tokens_BT[:, 1:])
+
+    def score_stepwise(self, weights, cutoffs_L, tokens_BT, lengths_B) -> jax.Array:
+        """The same by decoding token after token."""
+        layers = jax.tree.unflatten(self.structure, weights)
+        B, T = tokens_BT.shape
+
+        def step(cache, position):
+            positions_B = jnp.full(B, position, jnp.int32)
+            given = (tokens_BT[:, position], positions_B, positions_B < lengths_B, cache, self.selection, cutoffs_L)
+            output = causal.decode_step(layers, *given, self._expected(B))
+            return output.cache, _log_p(layers.logits(output.x_BTD), tokens_BT[:, position + 1][:, None])[:, 0]
+
+        cache = cache_lib.init_cache(self.config, B, (T,) * len(self.config.blocks))
+        return jax.lax.scan(step, cache, jnp.arange(T - 1))[1].T
+
+    def _prompt(self, weights, cutoffs_L, tokens_BT, lengths_B, slots) -> tuple[Layers, causal.Output]:
+        layers = jax.tree.unflatten(self.structure, weights)
+        B, T = tokens_BT.shape
+        kept_L = tuple(cache_lib.routed_slots(T, capacity) for capacity in self.capacity_L)
+        cache = cache_lib.init_cache(self.config, B, slots)
+        valid_BT = jnp.arange(T)[None] < lengths_B[:, None]
+        return layers, causal.prefill(layers, tokens_BT, valid_BT, cache, self.selection, cutoffs_L, kept_L)
+
+    def _decode(self, layers, state: GenerationState, request: Request, tokens_B, positions_B, live_B):
+        given = (tokens_B, positions_B, live_B, state.cache, self.selection, request.cutoffs_L)
+        output = causal.decode_step(layers, *given, self._expected(len(tokens_B)))
+        state = state._replace(
+            cache=output.cache,
+            fed_B=state.fed_B + live_B,
+            selected_B=state.selected_B + jnp.sum(output.selected_LBT, axis=(0, 2), dtype=jnp.int32),
+        )
+        return self._choose(state, layers.logits(output.x_BTD), request)
+
+    def _speculate(self, layers, state: GenerationState, request: Request, tokens_B, positions_B, live_B):
+        given = (tokens_B, positions_B, live_B, state.cache, self.selection, request.cutoffs_L, request.knobs)
+        verified = speculative.draft_and_verify(
+            layers,
+            *given,
+            _fold(request.keys_B, state.produced_B),
+            num_ids=self.num_ids,
+            num_positions=state.output_BN.shape[1],
+            num_drafts=self.num_drafts,
+            kept_L=self._expected(self.num_drafts + 1),
+        )
+        state = state._replace(
+            cache=verified.cache,
+            fed_B=state.fed_B + live_B * (self.num_drafts + 1),
+            selected_B=state.selected_B + verified.selected_B,
+        )
+        return _emit(state, verified.tokens_BG1, verified.emitted_B, request.stop_V)
+
+    def _choose(self, state: GenerationState, logits_B1V, request: Request) -> GenerationState:
+        """Chooses the next token of every live row."""
+        keys_B = _fold(request.keys_B, state.produced_B)
+        chosen_B = choose(logits_B1V[:, 0, : self.num_ids], request.knobs, keys_B)
+        return _emit(state, chosen_B[:, None], jnp.ones_like(chosen_B), request.stop_V)
+
+    def _expected(self, count: int) -> tuple[int, ...]:
+        return tuple(rows_per_pass(count, capacity) for capacity in self.capacity_L)
+
+
+def _emit(state: GenerationState, tokens_BE, count_B, stop_V) -> GenerationState:
+    """Appends the first `count_B` tokens to each live row, up to the first that ends it, or its limit."""
+    offsets_1E = jnp.arange(tokens_BE.shape[1], dtype=jnp.int32)[None]
+    is_stop_BE = stop_V[tokens_BE]
+    stopped_before_BE = jnp.cumsum(is_stop_BE, axis=1) > is_stop_BE
+    room_B = jnp.minimum(count_B, state.limits_B - state.produced_B)
+    kept_BE = ~state.done_B[:, None] & (offsets_1E < room_B[:, None]) & ~stopped_before_BE
+    # Out of bounds, where it is dropped, unless kept.
+    columns_BE = jnp.where(kept_BE, state.produced_B[:, None] + offsets_1E, state.output_BN.shape[1])
+    put = jax.vmap(lambda row_N, columns_E, tokens_E: row_N.at[columns_E].set(tokens_E, mode="drop"))
+    produced_B = state.produced_B + jnp.sum(kept_BE, axis=1, dtype=jnp.int32)
+    return state._replace(
+        output_BN=put(state.output_BN, columns_BE, tokens_BE),
+        produced_B=produced_B,
+        done_B=state.done_B | jnp.any(is_stop_BE & kept_BE, axis=1) | (produced_B >= state.limits_B),
+    )
+
+
+def _fold(keys_B: jax.Array, data_B: jax.Array) -> jax.Array:
+    return jax.vmap(jax.random.fold_in)(keys_B, data_B)
+
+
+def _log_p(logits_BTV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), tokens_BT[..., None], axis=-1)[..., 0]
