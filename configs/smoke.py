@@ -10,7 +10,7 @@ def get_config():
     config = default_config()
     config.model.width = 32
     config.model.depth = 2
-    config.model.num_heads = 1
+    config.model.num_heads = 2
     config.data.seq_len = 128
     config.data.eval_windows = 32
     config.optimizer.learning_rate = 6e-3

@@ -171,7 +171,7 @@ class Config:
 
     @property
     def causal_selections(self) -> tuple[str, ...]:
-        """The causal selections that training under this config prepares (PAPER section 3.4, "Sampling")."""
+        """The causal selections that training under this config prepares (the paper's "Sampling")."""
         if not self.num_routed or self.routing.gate == "softmax":
             return ()
         prepared = dict(router=self.routing.aux_weight > 0, predictor=self.routing.predictor, threshold=True)

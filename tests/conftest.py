@@ -23,22 +23,11 @@ os.environ["MOD_JAX_CACHE"] = os.environ.get(
 
 import jax
 import pytest
+from tiny import TINY
 
 from mod_jax.config import Config, make_config
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-TINY = {
-    "model.width": 16,
-    "model.depth": 4,
-    "model.num_heads": 2,
-    "data.source": "synthetic",
-    "data.seq_len": 16,
-    "data.eval_windows": 16,
-    "routing.capacity": 0.25,
-    "train.batch_size": 8,
-    "train.steps": 4,
-}
 
 
 @pytest.fixture

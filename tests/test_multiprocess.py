@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from conftest import TINY
+from tiny import TINY
 
 from mod_jax.config import make_config
 from mod_jax.training import loop

@@ -76,6 +76,9 @@ class Router(nnx.Module):
 
     With `routing.score` "position" the map reads sinusoids of the position in place of the token; "frozen" stops its
     gradient; "stochastic" has no parameters and draws Gaussian noise, fresh per row, block and step.
+
+    To add a kind of score: name it in `RoutingConfig.score`, compute it here, say in `RoutedBlock` whether the input's
+    scale applies and what the gate is, and count it in `scaling/flops.py`.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -100,11 +103,16 @@ class Router(nnx.Module):
         return scores_M.reshape(B, T)
 
 
+def predictor_hidden(width: int) -> int:
+    """P, the hidden size of a predictor."""
+    return max(32, width // 4)
+
+
 class Predictor(nnx.Module):
     """A small float32 MLP that predicts top-k membership from a gradient-stopped input (the paper's "Sampling")."""
 
     def __init__(self, width: int, capacity: float, rngs: nnx.Rngs):
-        hidden = max(32, width // 4)
+        hidden = predictor_hidden(width)
         self.up_DP = param(rngs, (width, hidden), ("embed", None), normal(width**-0.5))
         self.up_bias_P = param(rngs, (hidden,), (None,), jax.nn.initializers.zeros)
         self.down_P = param(rngs, (hidden,), (None,), normal(0.1 * hidden**-0.5))

@@ -14,6 +14,7 @@ import math
 
 from mod_jax import routing
 from mod_jax.config import Config
+from mod_jax.models.blocks import predictor_hidden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ def forward_flops(
             tokens = routing.tokens_kept(T, block.capacity) if realised is None else next(realised) * T
             router += 2 * T * D if config.routing.score != "stochastic" else 0
             if config.routing.predictor and predictor:
-                hidden = max(32, D // 4)
+                hidden = predictor_hidden(D)
                 predicted += 2 * T * hidden * (D + 1)
         block_linear, block_attention = block_flops(config, tokens, causal_half)
         linear, attention = linear + block_linear, attention + block_attention

@@ -1,10 +1,10 @@
 """Preemption: learns that the machine is about to be taken away, so that the loop can save and leave."""
 
 import signal
+import sys
 import threading
 
 import jax
-from absl import logging
 from orbax.checkpoint import multihost
 
 
@@ -17,7 +17,7 @@ class PreemptionGuard:
                 if guard.requested(step):
                     save and leave
 
-    One process: signal handlers set a flag; a second Ctrl-C interrupts at once, as without a guard. Under
+    One process: signal handlers set a flag and say so; a second Ctrl-C ends the process at once. Under
     `jax.distributed`, JAX already listens for SIGTERM and makes all processes agree on one step; no handler is
     installed. Outside the main thread Python allows no handlers, and the guard never asks to stop.
     """
@@ -42,12 +42,14 @@ class PreemptionGuard:
         """Whether to save and leave after `step`. Under `jax.distributed`, ask after every step: True comes once."""
         if self._distributed:
             return multihost.reached_preemption(step)
-        if self._received is not None:
-            logging.warning("%s received: stopping after step %d", self._received.name, step)
         return self._received is not None
 
     def _receive(self, number, frame):
         del frame
         self._received = signal.Signals(number)
+        message = f"\n{self._received.name} received: will save and stop after the step in progress"
         if number == signal.SIGINT:
-            signal.signal(number, self._previous[number])
+            # The default action, not Python's: a KeyboardInterrupt inside a compilation ends in a crash.
+            signal.signal(number, signal.SIG_DFL)
+            message += "; Ctrl-C again quits at once, without saving"
+        print(message, file=sys.stderr, flush=True)

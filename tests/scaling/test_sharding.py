@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny import TINY
 
 from mod_jax.config import ConfigError, make_config
 from mod_jax.data import pipeline

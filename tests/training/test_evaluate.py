@@ -47,7 +47,7 @@ def busy_predictors(params):
 @pytest.fixture(scope="module")
 def evaluated():
     """(config, evaluator, model, state, corpus, metrics) of a routed model on all eight devices."""
-    from conftest import TINY
+    from tiny import TINY
 
     from mod_jax.config import make_config
 

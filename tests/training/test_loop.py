@@ -16,7 +16,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import TINY
+from tiny import TINY
 
 from mod_jax import cli
 from mod_jax import config as config_lib

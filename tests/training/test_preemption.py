@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -24,12 +26,20 @@ def test_a_signal_requests_a_stop_and_handlers_come_back(number):
     assert handlers() == before
 
 
-def test_the_second_ctrl_c_interrupts():
-    with PreemptionGuard() as guard:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert guard.requested(1)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+def test_the_second_ctrl_c_ends_the_process():
+    script = """
+import signal
+from mod_jax.training.preemption import PreemptionGuard
+with PreemptionGuard() as guard:
+    signal.raise_signal(signal.SIGINT)
+    print(guard.requested(1), flush=True)
+    signal.raise_signal(signal.SIGINT)
+    print("still here")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True\n"
+    assert "SIGINT received" in done.stderr
+    assert done.returncode == -signal.SIGINT
 
 
 def test_outside_the_main_thread_it_does_nothing():
