@@ -91,9 +91,7 @@ def prefill(
 
         return _update(block, x_BTD, positions_BT, write, same_tokens=True)
 
-    def routed(block, x_BTD, block_cache, chosen):
-        return _run_tokens(block, x_BTD, positions_BT, block_cache, chosen, kept_L[chosen.index])
-
+    routed = _routed_over_tokens(positions_BT, kept_L)
     return _run(layers, tokens_BT, positions_BT, live_BT, cache, selection, cutoffs_L, full, routed)
 
 
@@ -108,11 +106,7 @@ def extend(
     kept_L: tuple[int, ...],
 ) -> Output:
     """Runs a few consecutive tokens of each row behind what its cache holds. Tokens that are not live touch nothing."""
-    full = _full_over_cache(positions_BT, live_BT)
-
-    def routed(block, x_BTD, block_cache, chosen):
-        return _run_tokens(block, x_BTD, positions_BT, block_cache, chosen, kept_L[chosen.index])
-
+    full, routed = _full_over_cache(positions_BT, live_BT), _routed_over_tokens(positions_BT, kept_L)
     return _run(layers, tokens_BT, positions_BT, live_BT, cache, selection, cutoffs_L, full, routed)
 
 
@@ -210,28 +204,34 @@ def _full_over_cache(positions_BT, live_BT) -> Callable:
     return full
 
 
-def _run_tokens(routed: RoutedBlock, x_BTD, positions_BT, cache: RoutedCache, chosen: _Chosen, num_kept: int):
-    """A routed block on each row's selected tokens, `num_kept` per row and pass, earlier tokens first."""
-    T = x_BTD.shape[1]
+def _routed_over_tokens(positions_BT, kept_L: tuple[int, ...]) -> Callable:
+    """Runs a routed block on each row's selected tokens, C per row and pass, earlier tokens first."""
+    T = positions_BT.shape[1]
 
-    def one_pass(carry):
-        x_BTD, cache, left_BT = carry
-        idx_BC = jax.vmap(routing.pack_selected, (0, None))(left_BT, min(num_kept, T))
-        x_BCD, positions_BC, gate_BC = (jax.vmap(_take)(a, idx_BC) for a in (x_BTD, positions_BT, chosen.gate_BT))
+    def routed(routed_block, x_BTD, cache: RoutedCache, chosen: _Chosen):
+        num_kept = min(kept_L[chosen.index], T)
 
-        def write(k_BKCH, v_BKCH):
-            new = append_many(cache, k_BKCH, v_BKCH, positions_BC, idx_BC < T)
-            return new.k_BKSH, new.v_BKSH, new.positions_BS, new
+        def one_pass(carry):
+            x_BTD, cache, left_BT = carry
+            idx_BC = jax.vmap(routing.pack_selected, (0, None))(left_BT, num_kept)
+            x_BCD, positions_BC, gate_BC = (jax.vmap(_take)(a, idx_BC) for a in (x_BTD, positions_BT, chosen.gate_BT))
 
-        update_BCD, cache = _update(routed.block, x_BCD, positions_BC, write)
-        x_BTD = jax.vmap(_add)(x_BTD, idx_BC, _gated(gate_BC, update_BCD))
-        return x_BTD, cache, jax.vmap(_clear)(left_BT, idx_BC)
+            def write(k_BKCH, v_BKCH):
+                new = append_many(cache, k_BKCH, v_BKCH, positions_BC, idx_BC < T)
+                return new.k_BKSH, new.v_BKSH, new.positions_BS, new
 
-    x_BTD, cache, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[2]), one_pass, (x_BTD, cache, chosen.selected_BT))
-    return x_BTD, cache
+            update_BCD, cache = _update(routed_block.block, x_BCD, positions_BC, write)
+            x_BTD = jax.vmap(_add)(x_BTD, idx_BC, _gated(gate_BC, update_BCD))
+            return x_BTD, cache, jax.vmap(_clear)(left_BT, idx_BC)
+
+        carry = (x_BTD, cache, chosen.selected_BT)
+        x_BTD, cache, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[2]), one_pass, carry)
+        return x_BTD, cache
+
+    return routed
 
 
-def _run_rows(routed: RoutedBlock, x_B1D, positions_B1, cache: RoutedCache, chosen: _Chosen, num_rows: int):
+def _run_rows(routed_block: RoutedBlock, x_B1D, positions_B1, cache: RoutedCache, chosen: _Chosen, num_rows: int):
     """A routed block on the rows that selected their token, `num_rows` per pass."""
 
     def one_pass(carry):
@@ -244,7 +244,7 @@ def _run_rows(routed: RoutedBlock, x_B1D, positions_B1, cache: RoutedCache, chos
             read = jax.tree.map(lambda a: a.at[rows_R].get(mode="clip"), new)
             return read.k_BKSH, read.v_BKSH, read.positions_BS, new
 
-        update_R1D, cache = _update(routed.block, x_R1D, positions_R1, write)
+        update_R1D, cache = _update(routed_block.block, x_R1D, positions_R1, write)
         return _add(x_B1D, rows_R, _gated(gate_R1, update_R1D)), cache, _clear(left_B, rows_R)
 
     carry = (x_B1D, cache, chosen.selected_BT[:, 0])
@@ -252,13 +252,13 @@ def _run_rows(routed: RoutedBlock, x_B1D, positions_B1, cache: RoutedCache, chos
     return x_B1D, cache
 
 
-def _run_one_row(routed: RoutedBlock, x_11D, positions_11, cache: RoutedCache, chosen: _Chosen):
+def _run_one_row(routed_block: RoutedBlock, x_11D, positions_11, cache: RoutedCache, chosen: _Chosen):
     """`_run_rows` at batch 1. No branch returns the cache: XLA would copy it, on the way past the block too."""
     selected = chosen.selected_BT[0, 0]
-    attention = routed.block.attention
+    block = routed_block.block
 
     def project(x_11D):
-        return attention.project(routed.block.attention_norm(x_11D), positions_11)
+        return block.attention.project(block.attention_norm(x_11D), positions_11)
 
     def skip(x_11D):
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(project, x_11D))
@@ -268,9 +268,8 @@ def _run_one_row(routed: RoutedBlock, x_11D, positions_11, cache: RoutedCache, c
     cache = append(cache, row_1, k_1K1H[:, :, 0], v_1K1H[:, :, 0], positions_11[0])
 
     def finish(x_11D):
-        update_11D = _attend_and_mlp(
-            routed.block, x_11D, q_11NH, positions_11, cache.k_BKSH, cache.v_BKSH, cache.positions_BS
-        )
+        seen = cache.k_BKSH, cache.v_BKSH, cache.positions_BS
+        update_11D = _attend_and_mlp(block, x_11D, q_11NH, positions_11, *seen)
         return x_11D + _gated(chosen.gate_BT, update_11D)
 
     return jax.lax.cond(selected, finish, lambda x_11D: x_11D, x_11D), cache

@@ -12,7 +12,7 @@ from mod_jax.config import make_config
 from mod_jax.data import pipeline
 from mod_jax.sampling import held_out
 from mod_jax.training import loop
-from mod_jax.training.checkpoint import StorageError
+from mod_jax.training.checkpoint import CheckpointMismatch, StorageError
 from mod_jax.training.evaluate import CausalityError
 
 RUN = {
@@ -156,6 +156,9 @@ def test_cutoffs_are_those_of_the_train_state(workdir):
     run = loop.prepare_run(make_config(**RUN), workdir)
     with loop.Checkpointer(workdir / "checkpoints", read_only=True) as checkpointer:
         state = checkpointer.restore(run.abstract_state).state
+        wrong = {"cutoffs_L": jax.ShapeDtypeStruct((2,), np.float32, sharding=state.cutoffs_L.sharding)}
+        with pytest.raises(CheckpointMismatch, match=r"cutoffs_L: float32\[1\] -> float32\[2\]"):
+            checkpointer.restore_fields(wrong)
     model = sampling.restore(workdir)
     assert np.array_equal(model.cutoffs_L, state.cutoffs_L)
     for ours, theirs in zip(jax.tree.leaves(model.params), jax.tree.leaves(state.params), strict=True):
