@@ -1,7 +1,9 @@
 """A serving-time compute budget: other cut-offs for a trained model, without training.
 
 Under selection "threshold" a routed block computes on the tokens whose score exceeds its cut-off. Shifting the cut-offs
-sets how many those are. Vocabulary: L routed blocks in order of depth.
+sets how many those are. That is a way down rather than up: tokens far below the trained capacity's cut-off carry
+weights that no training ever used, and the loss rises with them (`experiments/budget_curve.py` draws it). Vocabulary:
+L routed blocks in order of depth.
 """
 
 from collections.abc import Sequence

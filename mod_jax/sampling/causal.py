@@ -275,10 +275,16 @@ def _run_one_row(routed_block: RoutedBlock, x_11D, positions_11, cache: RoutedCa
     return jax.lax.cond(selected, finish, lambda x_11D: x_11D, x_11D), cache
 
 
-def rows_per_pass(batch_size: int, capacity: float) -> int:
-    """R: the expected number of selected rows plus one standard deviation, seldom exceeded and seldom half empty."""
+def rows_per_pass(batch_size: int, capacity: float, deviations: float | None = None) -> int:
+    """R: the expected number of selected rows, plus so many standard deviations of it.
+
+    Default: none on CPU, where a pass costs by its rows (measured: 7 % faster at batch 8 than with one deviation);
+    elsewhere two, because there a pass costs the reading of the weights, and a second one is seldom needed.
+    """
+    if deviations is None:
+        deviations = 0.0 if jax.default_backend() == "cpu" else 2.0
     expected = batch_size * capacity
-    return max(1, min(batch_size, round(expected + (expected * (1 - capacity)) ** 0.5)))
+    return max(1, min(batch_size, round(expected + deviations * (expected * (1 - capacity)) ** 0.5)))
 
 
 def _gated(gate_BT: jax.Array, update_BTD: jax.Array) -> jax.Array:

@@ -249,10 +249,11 @@ def test_batch_1_skips_by_a_conditional_that_returns_no_cache(build, tools):
 
 
 def test_rows_per_pass():
-    assert causal.rows_per_pass(1, 0.125) == 1
-    assert causal.rows_per_pass(8, 0.125) == 2  # 1 expected, sqrt(1 * 7 / 8) = 0.94
-    assert causal.rows_per_pass(64, 0.125) == 11  # 8 expected, sqrt(8 * 7 / 8) = 2.6
-    assert causal.rows_per_pass(4, 1.0) == 4
+    assert causal.rows_per_pass(1, 0.125, 2) == 1
+    assert causal.rows_per_pass(8, 0.125, 1) == 2  # 1 expected, sqrt(1 * 7 / 8) = 0.94
+    assert causal.rows_per_pass(64, 0.125, 2) == 13  # 8 expected, sqrt(8 * 7 / 8) = 2.65
+    assert causal.rows_per_pass(64, 0.125) == 8  # these tests run on CPU
+    assert causal.rows_per_pass(4, 1.0, 2) == 4
 
 
 def test_what_cannot_be_sampled_is_refused(build, tools):
