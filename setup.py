@@ -10,6 +10,7 @@ NOTEBOOKS = ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5.10"]
 EXTRAS = {
     "test": [
         "pytest>=8",
+        "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
         "ruff>=0.6",
         "sentencepiece>=0.2",
