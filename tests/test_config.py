@@ -70,6 +70,7 @@ ALTERED = {
     "train.tokens": 4096,
     "train.flops": 1e12,
     "train.z_loss": 1e-4,
+    "train.loss_chunk": 64,
     "train.max_bad_steps": 3,
     "train.log_every": 1,
     "train.eval_every": 100,

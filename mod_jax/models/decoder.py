@@ -84,7 +84,28 @@ class Decoder(nnx.Module):
         cutoffs_L: jax.Array | None = None,
         row_keys_B: jax.Array | None = None,
     ) -> ModelOutput:
-        """Logits for the next token at every position.
+        """Logits for the next token at every position; for the arguments see `features`."""
+        x_BTD, routing = self.features(
+            tokens_BT,
+            positions_BT,
+            segments_BT,
+            selection=selection,
+            cutoffs_L=cutoffs_L,
+            row_keys_B=row_keys_B,
+        )
+        return ModelOutput(self.embedder.logits(x_BTD), routing)
+
+    def features(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
+        *,
+        selection: str = "topk",
+        cutoffs_L: jax.Array | None = None,
+        row_keys_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, RoutingRecord | None]:
+        """(the normalised last residual stream [B, T, D], of which `embedder` makes logits; the routing record).
 
         Args:
           tokens_BT: int32 ids in [0, V).
@@ -130,7 +151,7 @@ class Decoder(nnx.Module):
         x_BTD, tail_records = run(x_BTD, (self.tail, cutoffs_L[in_units:], jnp.array(self.num_units)))
         records += [jax.tree.map(lambda r: r[None], record) for record in tail_records]
         record = jax.tree.map(lambda *r: jnp.concatenate(r), *records) if self.num_routed else None
-        return ModelOutput(self.embedder.logits(self.final_norm(x_BTD)), record)
+        return self.final_norm(x_BTD), record
 
 
 def rematerialised(run, remat: str):

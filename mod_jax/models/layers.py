@@ -116,10 +116,13 @@ class Embedder(nnx.Module):
         # Entries of order 1 from a table of order D^-0.5: Adam then moves embeddings as fast as everything else.
         return constrain(x_BTD * table_VD.shape[1] ** 0.5, ("batch", None, None))
 
+    def output_weight(self) -> jax.Array:
+        """float32 [D, V], which turns a position into its logits."""
+        return self.table_VD[...].T if self.tie else self.unembed_DV[...]
+
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] -> float32 [B, T, V]."""
-        weight_DV = self.table_VD[...].T if self.tie else self.unembed_DV[...]
-        weight_DV = constrain(weight_DV.astype(x_BTD.dtype), (None, "vocab"))
+        weight_DV = constrain(self.output_weight().astype(x_BTD.dtype), (None, "vocab"))
         return constrain(dense(x_BTD, weight_DV).astype(jnp.float32), ("batch", None, "vocab"))
 
 

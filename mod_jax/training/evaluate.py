@@ -16,7 +16,7 @@ from mod_jax.data import pipeline
 from mod_jax.models.blocks import RoutingRecord, decide
 from mod_jax.scaling import flops
 from mod_jax.scaling.sharding import local_rows, put_batch, replicated
-from mod_jax.training.losses import token_cross_entropy
+from mod_jax.training.losses import next_token_sums
 from mod_jax.training.step import MODEL_INPUTS, Model, TrainState, routing_keys
 
 # Rounding moves float32 logits by about 1e-6 between two runs on other tokens; a leak moves them by 1e-2.
@@ -145,9 +145,9 @@ class Evaluator:
         rows = local_rows(self._mesh, self._batch_size)
         return put_batch(self._mesh, {name: batch[name][rows] for name in MODEL_INPUTS}, self._batch_size)
 
-    def _run(self, state: TrainState, batch: dict[str, jax.Array], index: jax.Array | int, selection: str):
-        return self._model.run(
-            state.params,
+    def _features(self, state: TrainState, batch: dict[str, jax.Array], index: jax.Array | int, selection: str):
+        decoder = self._model.merge(state.params)
+        x_BTD, record = decoder.features(
             batch["tokens_BT"],
             batch["positions_BT"],
             batch["segment_ids_BT"],
@@ -155,12 +155,14 @@ class Evaluator:
             cutoffs_L=state.cutoffs_L,
             row_keys_B=routing_keys(self._config, NOISE_STEP - index, self._batch_size),
         )
+        return decoder, x_BTD, record
 
     def _score_batch(self, state: TrainState, batch: dict[str, jax.Array], index: jax.Array, *, selection: str):
         """(summed nats, routing record, what each causal selection would decide along the way)."""
-        logits_BTV, record = self._run(state, batch, index, selection)
-        nats_BT, _ = token_cross_entropy(logits_BTV, batch["targets_BT"])
-        nats = jnp.sum(jnp.where(batch["segment_ids_BT"] > 0, nats_BT, 0.0))
+        decoder, x_BTD, record = self._features(state, batch, index, selection)
+        weights_BT = (batch["segment_ids_BT"] > 0).astype(jnp.float32)
+        weight_DV, chunk = decoder.embedder.output_weight(), self._config.train.loss_chunk
+        _, nats = next_token_sums(0.0, chunk, x_BTD, weight_DV, batch["targets_BT"], weights_BT)
         decided = {
             name: decide(name, record.router_logits_BT, record.predictor_logits_BT, state.cutoffs_L[:, None, None])
             for name in self._config.causal_selections
@@ -169,4 +171,5 @@ class Evaluator:
 
     def _prefix_logits(self, state: TrainState, batch: dict[str, jax.Array], *, selection: str) -> jax.Array:
         half = batch["tokens_BT"].shape[1] // 2
-        return self._run(state, batch, 0, selection).logits_BTV[:, :half]
+        decoder, x_BTD, _ = self._features(state, batch, 0, selection)
+        return decoder.embedder.logits(x_BTD[:, :half])

@@ -1,23 +1,31 @@
 """The training objective: next-token cross-entropy plus the two losses that make routing causal.
 
 Everything is a sum over tokens first and is divided by a token count at the end, so that splitting a batch into
-micro-batches, or over devices, changes nothing. Vocabulary: B rows, T positions, V vocabulary, L routed blocks.
+micro-batches, or over devices, changes nothing. Vocabulary: B rows, T positions, D width, V vocabulary, L routed
+blocks; N chunks of a row of C positions each; G groups of rows, one per device along the batch.
 """
 
+import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mod_jax.config import Config
-from mod_jax.models.decoder import ModelOutput
+from mod_jax.models.blocks import RoutingRecord
+from mod_jax.models.layers import RULES, constrain
 
 
 class LossSums(NamedTuple):
-    """Sums over the real tokens of a batch, in nats. The two routing losses are summed over routed blocks too."""
+    """Sums over the real tokens of a batch, in nats. The two routing losses are summed over routed blocks too.
 
+    `next_token` is what training minimises, the cross-entropy and z_loss times the squared log-normaliser;
+    `cross_entropy` alone is for reading, and has no gradient.
+    """
+
+    next_token: jax.Array
     cross_entropy: jax.Array
-    z: jax.Array
     aux: jax.Array
     predictor: jax.Array
 
@@ -34,26 +42,111 @@ def membership_cross_entropy(logits: jax.Array, is_member: jax.Array) -> jax.Arr
     return jax.nn.softplus(jnp.where(is_member, -logits, logits))
 
 
-def loss_sums(output: ModelOutput, targets_BT: jax.Array, segments_BT: jax.Array) -> LossSums:
-    """Sums each loss over real tokens (segment > 0), so that padding counts nowhere."""
+def loss_sums(
+    x_BTD: jax.Array,
+    weight_DV: jax.Array,
+    routing: RoutingRecord | None,
+    targets_BT: jax.Array,
+    segments_BT: jax.Array,
+    *,
+    z_loss: float = 0.0,
+    chunk: int = 0,
+) -> LossSums:
+    """Sums each loss over real tokens (segment > 0), so that padding counts nowhere.
+
+    Args:
+      x_BTD, weight_DV: features and the weight that makes logits of them (`Decoder.features`,
+        `Embedder.output_weight`).
+      chunk: tokens per device whose logits exist at a time; 0: all. Changes memory and speed, never the result.
+    """
     weights_BT = (segments_BT > 0).astype(jnp.float32)
-    nats_BT, log_normaliser_BT = token_cross_entropy(output.logits_BTV, targets_BT)
+    next_token, cross_entropy = next_token_sums(z_loss, chunk, x_BTD, weight_DV, targets_BT, weights_BT)
     aux = predictor = jnp.zeros(())
-    if output.routing is not None:
-        member_LBT = output.routing.selected_BT
-        aux = jnp.sum(membership_cross_entropy(output.routing.router_logits_BT, member_LBT) * weights_BT[None])
-        if output.routing.predictor_logits_BT is not None:
-            nats_LBT = membership_cross_entropy(output.routing.predictor_logits_BT, member_LBT)
+    if routing is not None:
+        member_LBT = routing.selected_BT
+        aux = jnp.sum(membership_cross_entropy(routing.router_logits_BT, member_LBT) * weights_BT[None])
+        if routing.predictor_logits_BT is not None:
+            nats_LBT = membership_cross_entropy(routing.predictor_logits_BT, member_LBT)
             predictor = jnp.sum(nats_LBT * weights_BT[None])
-    return LossSums(
-        cross_entropy=jnp.sum(nats_BT * weights_BT),
-        z=jnp.sum(jnp.square(log_normaliser_BT) * weights_BT),
-        aux=aux,
-        predictor=predictor,
-    )
+    return LossSums(next_token, jax.lax.stop_gradient(cross_entropy), aux, predictor)
 
 
 def objective(sums: LossSums, num_tokens: jax.Array, config: Config) -> jax.Array:
     """The scalar that training minimises: each sum per token, times its coefficient."""
-    total = sums.cross_entropy + config.train.z_loss * sums.z + config.routing.aux_weight * sums.aux
-    return (total + config.routing.predictor_weight * sums.predictor) / num_tokens
+    total = sums.next_token + config.routing.aux_weight * sums.aux + config.routing.predictor_weight * sums.predictor
+    return total / num_tokens
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def next_token_sums(z_loss: float, chunk: int, x_BTD, weight_DV, targets_BT, weights_BT) -> tuple[jax.Array, jax.Array]:
+    """(cross-entropy + z_loss * squared log-normaliser, cross-entropy), each summed with the weights of the tokens.
+
+    The logits of one chunk of positions exist at a time, and never for a backward pass: if a gradient is asked for, it
+    is taken while the chunk's logits are there. Only the first output can be differentiated.
+    """
+    sums, _ = _over_chunks(False, z_loss, chunk, x_BTD, weight_DV, targets_BT, weights_BT)
+    return sums
+
+
+def _next_token_forward(z_loss: float, chunk: int, *args):
+    return _over_chunks(True, z_loss, chunk, *args)
+
+
+def _next_token_backward(z_loss: float, chunk: int, gradients, cotangents):
+    d_x_BTD, d_weight_DV = gradients
+    scale, _ = cotangents
+    return (scale * d_x_BTD).astype(d_x_BTD.dtype), scale * d_weight_DV, None, None
+
+
+next_token_sums.defvjp(_next_token_forward, _next_token_backward)
+
+
+def _chunk_sums(z_loss: float, x_GRCD, weight_GDV, targets_GRC, weights_GRC) -> tuple[jax.Array, jax.Array]:
+    """The two sums of `next_token_sums` over one chunk of positions, R rows of each of G groups."""
+    G, R, C, D = x_GRCD.shape
+    logits_GMV = jnp.matmul(x_GRCD.reshape(G, R * C, D), weight_GDV)
+    logits_GRCV = logits_GMV.reshape(G, R, C, -1).astype(jnp.float32)
+    nats_GRC, log_normaliser_GRC = token_cross_entropy(logits_GRCV, targets_GRC)
+    cross_entropy = jnp.sum(nats_GRC * weights_GRC)
+    return cross_entropy + z_loss * jnp.sum(jnp.square(log_normaliser_GRC) * weights_GRC), cross_entropy
+
+
+def _over_chunks(with_gradients: bool, z_loss: float, chunk: int, x_BTD, weight_DV, targets_BT, weights_BT):
+    """Both sums over all chunks, and if asked for the gradients of the first: [B, T, D], and float32 [D, V]."""
+    B, T, D = x_BTD.shape
+    G = _num_groups(B)
+    N = math.ceil(T / max(1, chunk * G // B)) if chunk else 1
+    C = math.ceil(T / N)
+
+    def split(a_BT):
+        a_BT = jnp.pad(a_BT, [(0, 0), (0, N * C - T)] + [(0, 0)] * (a_BT.ndim - 2))
+        return jnp.moveaxis(a_BT.reshape(G, B // G, N, C, *a_BT.shape[2:]), 2, 0)
+
+    # A weight for each group: its gradient stays where the group is, and is added over devices once, not per chunk.
+    weight_GDV = jnp.broadcast_to(weight_DV.astype(x_BTD.dtype)[None], (G, *weight_DV.shape))
+    weight_GDV = constrain(weight_GDV, ("batch", None, "vocab"))
+
+    def step(carry, inputs):
+        x_GRCD, targets_GRC, weights_GRC = inputs
+        args = z_loss, x_GRCD, weight_GDV, targets_GRC, weights_GRC
+        if not with_gradients:
+            return jax.tree.map(jnp.add, carry, _chunk_sums(*args)), None
+        sums, (d_x_GRCD, d_weight_GDV) = jax.value_and_grad(_chunk_sums, argnums=(1, 2), has_aux=True)(*args)
+        return jax.tree.map(jnp.add, carry, (sums, d_weight_GDV.astype(jnp.float32))), d_x_GRCD
+
+    carry = jnp.zeros(()), jnp.zeros(())
+    if with_gradients:
+        carry = carry, constrain(jnp.zeros(weight_GDV.shape, jnp.float32), ("batch", None, "vocab"))
+    carry, d_x_NGRCD = jax.lax.scan(step, carry, tuple(map(split, (x_BTD, targets_BT, weights_BT))))
+    if not with_gradients:
+        return carry, None
+    sums, d_weight_GDV = carry
+    d_x_BTD = jnp.moveaxis(d_x_NGRCD, 0, 2).reshape(B, N * C, D)[:, :T]
+    return sums, (d_x_BTD, jnp.sum(d_weight_GDV, axis=0))
+
+
+def _num_groups(num_rows: int) -> int:
+    """Devices that the rows are split over, in the current mesh; 1 without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    groups = 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in RULES.batch)
+    return groups if num_rows % groups == 0 else 1

@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 from mod_jax.config import Config
+from mod_jax.models.blocks import RoutingRecord
 from mod_jax.models.decoder import Decoder, ModelOutput
 from mod_jax.training.losses import LossSums, loss_sums, objective
 from mod_jax.training.optimizer import make_optimizer, make_schedule
@@ -52,8 +53,11 @@ class Model(NamedTuple):
     logical_specs: dict[str, Any]
     init: Any
 
+    def merge(self, params: dict[str, Any]) -> Decoder:
+        return nnx.merge(self.graphdef, nnx.State(params))
+
     def run(self, params: dict[str, Any], *args, **kwargs) -> ModelOutput:
-        return nnx.merge(self.graphdef, nnx.State(params))(*args, **kwargs)
+        return self.merge(params)(*args, **kwargs)
 
 
 def make_model(config: Config, vocab_size: int) -> Model:
@@ -102,15 +106,23 @@ def make_train_step(config: Config, model: Model, num_steps: int):
     num_micro = config.train.accumulation
 
     def micro_loss(params, batch, num_tokens):
-        output = model.run(
-            params,
+        decoder = model.merge(params)
+        x_BTD, routing = decoder.features(
             batch["tokens_BT"],
             batch["positions_BT"],
             batch["segment_ids_BT"],
             row_keys_B=batch["keys_B"],
         )
-        losses = loss_sums(output, batch["targets_BT"], batch["segment_ids_BT"])
-        return objective(losses, num_tokens, config), _step_sums(config, losses, output)
+        losses = loss_sums(
+            x_BTD,
+            decoder.embedder.output_weight(),
+            routing,
+            batch["targets_BT"],
+            batch["segment_ids_BT"],
+            z_loss=config.train.z_loss,
+            chunk=config.train.loss_chunk,
+        )
+        return objective(losses, num_tokens, config), _step_sums(losses, routing)
 
     def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = dict(batch, keys_B=routing_keys(config, state.step, batch["tokens_BT"].shape[0]))
@@ -165,8 +177,7 @@ def make_train_step(config: Config, model: Model, num_steps: int):
     return train_step
 
 
-def _step_sums(config: Config, losses: LossSums, output: ModelOutput) -> StepSums:
-    routing = output.routing
+def _step_sums(losses: LossSums, routing: RoutingRecord | None) -> StepSums:
     if routing is None:
         none_L = jnp.zeros(0)
         return StepSums(losses, none_L, none_L, none_L, none_L, none_L, jnp.ones(()), jnp.ones(()))

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from output_losses import sums_of
 
 from mod_jax.config import make_config, to_flat_dict
 from mod_jax.models import blocks
 from mod_jax.models.blocks import CAUSAL_SELECTIONS, SELECTIONS
 from mod_jax.models.decoder import repeating_unit
 from mod_jax.scaling import sharding
-from mod_jax.training.losses import loss_sums, objective
+from mod_jax.training.losses import objective
 from mod_jax.training.step import make_model
 
 VOCAB = 31
@@ -57,8 +58,8 @@ def loss_and_gradients(config):
 
     def loss(params, tokens_BT, weights):
         output = model.run(params, tokens_BT)
-        sums = loss_sums(output, jnp.roll(tokens_BT, -1, axis=1), jnp.ones_like(tokens_BT))
-        total = weights[0] * sums.cross_entropy + weights[1] * sums.predictor + weights[2] * sums.aux
+        sums = sums_of(output, jnp.roll(tokens_BT, -1, axis=1), jnp.ones_like(tokens_BT))
+        total = weights[0] * sums.next_token + weights[1] * sums.predictor + weights[2] * sums.aux
         return total / tokens_BT.size, output.routing
 
     jitted = jax.jit(jax.value_and_grad(loss, has_aux=True))
@@ -69,7 +70,7 @@ def loss_and_gradients(config):
     return run
 
 
-jitted_sums = jax.jit(loss_sums)
+jitted_sums = jax.jit(sums_of)
 
 
 def tokens(batch=4, length=16, seed=0):
@@ -322,7 +323,7 @@ def count_sorts(config):
 
     def loss(params, tokens_BT):
         output = model.run(params, tokens_BT)
-        return objective(loss_sums(output, tokens_BT, jnp.ones_like(tokens_BT)), jnp.float32(1), config)
+        return objective(sums_of(output, tokens_BT, jnp.ones_like(tokens_BT)), jnp.float32(1), config)
 
     rows = jax.ShapeDtypeStruct((4, 16), jnp.int32)
     return len(re.findall(r"= sort\[", str(jax.make_jaxpr(jax.grad(loss))(model.abstract_params, rows))))

@@ -147,7 +147,10 @@ def xla_flops(config, vocab_size):
     tokens_BT = jax.ShapeDtypeStruct((1, config.data.seq_len), jnp.int32)
 
     def loss(params, tokens_BT):
-        sums = loss_sums(model.run(params, tokens_BT), tokens_BT, jnp.ones_like(tokens_BT))
+        decoder = model.merge(params)
+        x_BTD, routing = decoder.features(tokens_BT)
+        weight_DV = decoder.embedder.output_weight()
+        sums = loss_sums(x_BTD, weight_DV, routing, tokens_BT, jnp.ones_like(tokens_BT))
         return objective(sums, jnp.float32(tokens_BT.size), config)
 
     def forward(params, tokens_BT):
@@ -174,3 +177,21 @@ def test_t16_within_three_percent_of_xla(layout):
         flops.forward_flops(other, 256).total,
     ]
     assert min(np.abs(np.array(wrong) / forward - 1)) > 0.03
+
+
+def test_one_decoded_token_by_hand(tiny_config):
+    """D 16, 2 heads of 8, F 64, FRFR at capacity 0.25, caches of 16 and 8 slots, P 32, V 64."""
+    found = flops.decode_flops(tiny_config(), 64, (16, 8, 16, 8))
+    block = 2 * (4 * 16 * 16 + 2 * 16 * 64)
+    assert found.linear == (2 + 2 * 0.25) * block
+    assert found.attention == 2 * 4 * 16 * 16 + 2 * 0.25 * 4 * 8 * 16
+    assert found.router == 2 * 2 * 16
+    assert found.predictor == 2 * 2 * 32 * 17
+    assert found.unembed == 2 * 16 * 64
+
+
+def test_decoding_a_row_costs_what_its_prefill_does(tiny_config):
+    """Summed over a row of a dense model, each token attending to those before it and to itself."""
+    config = tiny_config(**{"model.layout": "F"})
+    decoded = sum(flops.decode_flops(config, 64, (t,) * 4).total for t in range(1, 17))
+    assert decoded == flops.forward_flops(config, 64, causal_half=True).total

@@ -1,15 +1,23 @@
 """Losses by hand: cross-entropy, its log-normaliser, membership; padding counts nowhere."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from output_losses import sums_of
 
 from mod_jax.models.blocks import RoutingRecord
 from mod_jax.models.decoder import ModelOutput
-from mod_jax.training.losses import LossSums, loss_sums, membership_cross_entropy, objective, token_cross_entropy
+from mod_jax.training.losses import (
+    LossSums,
+    membership_cross_entropy,
+    next_token_sums,
+    objective,
+    token_cross_entropy,
+)
 from mod_jax.training.step import make_model
 
 VOCAB = 32
@@ -40,31 +48,70 @@ def test_sums_by_hand_and_padding_counts_nowhere():
     # One real token (the first): cross-entropy ln 4, z (ln 4)^2. Two routed blocks: the router says 0 for a member and
     # ln 3 for a stranger, ln 2 + ln 4; the predictor says ln 3 for the member and 0 for the stranger, ln 4/3 + ln 2.
     log3, pad = math.log(3), 50.0
-    output = ModelOutput(
-        jnp.array([[[0.0, log3], [pad, -pad]]]),
-        make_record(
-            jnp.array([[[0.0, pad]], [[log3, pad]]]),
-            jnp.array([[[True, False]], [[False, False]]]),
-            jnp.array([[[log3, pad]], [[0.0, pad]]]),
-        ),
+    logits_BTV = jnp.array([[[0.0, log3], [pad, -pad]]])
+    record = make_record(
+        jnp.array([[[0.0, pad]], [[log3, pad]]]),
+        jnp.array([[[True, False]], [[False, False]]]),
+        jnp.array([[[log3, pad]], [[0.0, pad]]]),
     )
-    sums = loss_sums(output, jnp.array([[0, 1]]), jnp.array([[1, 0]]))
+    sums = sums_of(ModelOutput(logits_BTV, record), jnp.array([[0, 1]]), jnp.array([[1, 0]]), z_loss=0.5)
     log2, log4 = math.log(2), math.log(4)
-    np.testing.assert_allclose(jnp.array(sums), [log4, log4**2, log2 + log4, math.log(4 / 3) + log2], rtol=1e-6)
-    counted = loss_sums(output, jnp.array([[0, 1]]), jnp.array([[1, 1]]))
+    expected = [log4 + 0.5 * log4**2, log4, log2 + log4, math.log(4 / 3) + log2]
+    np.testing.assert_allclose(jnp.array(sums), expected, rtol=1e-6)
+    counted = sums_of(ModelOutput(logits_BTV, record), jnp.array([[0, 1]]), jnp.array([[1, 1]]), z_loss=0.5)
     assert all(c > s + 1 for c, s in zip(counted, sums, strict=True))  # the padding here would have been seen
 
 
 def test_objective_by_hand(tiny_config):
-    # (2 + 0.5 * 3 + 0.1 * 5 + 2 * 7) / 4 = 18 / 4
-    config = tiny_config(**{"train.z_loss": 0.5, "routing.aux_weight": 0.1, "routing.predictor_weight": 2.0})
+    # (2 + 0.1 * 5 + 2 * 7) / 4 = 16.5 / 4
+    config = tiny_config(**{"routing.aux_weight": 0.1, "routing.predictor_weight": 2.0})
     sums = LossSums(*map(jnp.float32, (2, 3, 5, 7)))
-    assert float(objective(sums, jnp.float32(4), config)) == pytest.approx(4.5)
+    assert float(objective(sums, jnp.float32(4), config)) == pytest.approx(4.125)
 
 
 def test_a_dense_model_has_no_routing_losses():
-    sums = loss_sums(ModelOutput(jnp.zeros((1, 2, 4)), None), jnp.zeros((1, 2), int), jnp.ones((1, 2), int))
-    np.testing.assert_allclose(jnp.array(sums), [2 * math.log(4), 2 * math.log(4) ** 2, 0, 0], rtol=1e-6)
+    sums = sums_of(ModelOutput(jnp.zeros((1, 2, 4)), None), jnp.zeros((1, 2), int), jnp.ones((1, 2), int), z_loss=1.0)
+    expected = [2 * math.log(4) + 2 * math.log(4) ** 2, 2 * math.log(4), 0, 0]
+    np.testing.assert_allclose(jnp.array(sums), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("chunk", [0, 1, 6, 8, 26, 1024])  # tokens; two rows of 13: chunks of 13, 1, 3, 4, 13, 13
+def test_chunks_give_the_loss_and_gradients_of_whole_logits(chunk, dtype):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x_BTD = jax.random.normal(keys[0], (2, 13, 8), dtype)
+    weight_DV = jax.random.normal(keys[1], (8, 32))
+    targets_BT = jax.random.randint(keys[2], (2, 13), 0, 32)
+    weights_BT = jax.random.bernoulli(keys[3], 0.7, (2, 13)).astype(jnp.float32)
+
+    def whole(x_BTD, weight_DV):
+        logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, weight_DV.astype(dtype)).astype(jnp.float32)
+        nats_BT, log_normaliser_BT = token_cross_entropy(logits_BTV, targets_BT)
+        return jnp.sum((nats_BT + 0.1 * log_normaliser_BT**2) * weights_BT) / 7
+
+    def chunked(x_BTD, weight_DV):
+        return next_token_sums(0.1, chunk, x_BTD, weight_DV, targets_BT, weights_BT)[0] / 7
+
+    expected, actual = (jax.jit(jax.value_and_grad(f, (0, 1)))(x_BTD, weight_DV) for f in (whole, chunked))
+    tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == e.dtype
+        scale = np.abs(np.asarray(e, np.float32)).max()
+        np.testing.assert_allclose(np.asarray(a, np.float32) / scale, np.asarray(e, np.float32) / scale, atol=tolerance)
+
+
+def test_no_array_of_all_logits_is_left_in_a_chunked_program():
+    """256 positions of 512 ids: whole logits are 131,072 numbers; with chunks of 32 no array holds more than 16,384."""
+    x_BTD, weight_DV = jnp.ones((1, 256, 8)), jnp.ones((8, 512))
+    targets_BT, weights_BT = jnp.zeros((1, 256), int), jnp.ones((1, 256))
+
+    def largest(chunk):
+        loss = jax.grad(lambda *args: next_token_sums(0.0, chunk, *args, targets_BT, weights_BT)[0], (0, 1))
+        text = jax.jit(loss).lower(x_BTD, weight_DV).compile().as_text()
+        return max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text))
+
+    assert largest(0) >= 256 * 512  # the guard: whole logits would be seen
+    assert largest(32) <= 32 * 512
 
 
 def test_r12_a_padded_row_costs_what_its_tokens_cost_alone(tiny_config):
@@ -77,9 +124,9 @@ def test_r12_a_padded_row_costs_what_its_tokens_cost_alone(tiny_config):
     positions_BT = jnp.arange(8)[None]
 
     output = jax.jit(model.run)(params, tokens_BT, positions_BT, segments_BT)
-    sums = loss_sums(output, targets_BT, segments_BT)
+    sums = sums_of(output, targets_BT, segments_BT)
     expected = jax.jit(unpadded_model.run)(params, tokens_BT[:, :5], positions_BT[:, :5], segments_BT[:, :5])
-    expected_sums = loss_sums(expected, targets_BT[:, :5], segments_BT[:, :5])
+    expected_sums = sums_of(expected, targets_BT[:, :5], segments_BT[:, :5])
 
     np.testing.assert_array_equal(output.routing.selected_BT[..., :5], expected.routing.selected_BT)
     assert not output.routing.selected_BT[..., 5:].any()
@@ -100,7 +147,7 @@ def test_r8_every_row_has_its_own_targets(tiny_config):
     assert np.take_along_axis(member_LBT, largest, axis=-1).all()
     assert (member_LBT != member_LBT[:, :1]).any()  # rows do differ
 
-    sums = loss_sums(output, targets_BT, jnp.ones((3, 8), int))
+    sums = sums_of(output, targets_BT, jnp.ones((3, 8), int))
     nats_LBT = np.where(member_LBT, np.log1p(np.exp(-scores_LBT)), np.log1p(np.exp(scores_LBT)))
     np.testing.assert_allclose(sums.aux, nats_LBT.sum(), rtol=1e-5)
 
@@ -111,7 +158,8 @@ def test_r22_the_base_rate_of_the_predictor_loss():
     costs = []
     for p in (0.1, 0.125, 0.15):
         logits_LBT = jnp.full((1, 1, 16), math.log(p / (1 - p)))
-        output = ModelOutput(jnp.zeros((1, 16, 4)), make_record(logits_LBT, member_LBT, logits_LBT))
-        costs.append(float(loss_sums(output, jnp.zeros((1, 16), int), jnp.ones((1, 16), int)).predictor) / 16)
+        record = make_record(logits_LBT, member_LBT, logits_LBT)
+        sums = sums_of(ModelOutput(jnp.zeros((1, 16, 4)), record), jnp.zeros((1, 16), int), jnp.ones((1, 16), int))
+        costs.append(float(sums.predictor) / 16)
     assert costs[1] == pytest.approx(0.3768, abs=1e-4)
     assert costs[1] < min(costs[0], costs[2])

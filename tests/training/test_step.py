@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from output_losses import sums_of
 
 from mod_jax.config import make_config
-from mod_jax.training.losses import loss_sums
 from mod_jax.training.optimizer import make_schedule
 from mod_jax.training.step import MODEL_INPUTS, init_state, make_model, make_train_step, routing_keys
 
@@ -121,7 +121,7 @@ def test_t1_the_batch_would_show_a_mean_of_means():
     output = jax.jit(model.run)(initial_state().params, *(batch[n] for n in MODEL_INPUTS if n != "targets_BT"))
     nats_B = np.array(
         [
-            loss_sums(jax.tree.map(lambda x: x[None], row), target[None], segments[None]).cross_entropy
+            sums_of(jax.tree.map(lambda x: x[None], row), target[None], segments[None]).cross_entropy
             for row, target, segments in zip(
                 [type(output)(logits, None) for logits in output.logits_BTV],
                 batch["targets_BT"],
