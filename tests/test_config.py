@@ -309,6 +309,7 @@ def test_free_keys_say_how_a_run_is_computed_or_watched():
         "train.eval_every",
         "train.keep",
         "train.log_every",
+        "train.loss_chunk",
         "train.max_bad_steps",
         "train.save_every",
         "train.tracker",

@@ -377,6 +377,8 @@ checkpointer = Checkpointer(sys.argv[1])
 checkpointer.save(1, {"step": jnp.int32(1), "params": {"w": jnp.ones(4)}}, {})
 checkpointer.wait()
 checkpointer.save(2, {"step": jnp.int32(2), "params": {"w": jax.random.normal(jax.random.key(0), (2**24,))}}, {})
+while "tmp" not in (names := " ".join(os.listdir(sys.argv[1]))):
+    assert "2" not in names, "saved before it could be killed"
 os.kill(os.getpid(), signal.SIGKILL)
 """
     killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, check=False)
