@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mod_jax.config import ModelConfig
-from mod_jax.models.layers import RMSNorm, dense, normal, param, rotate
+from mod_jax.models import splash
+from mod_jax.models.layers import RMSNorm, dense, normal, param, platform, rotate
 
 MIN_CHUNK = 128
 MAX_CHUNKS = 8
@@ -33,12 +34,14 @@ def attend(
 
     Args:
       same_tokens: queries and keys are the same tokens in the same, increasing order. Then the keys after a chunk of
-        queries are skipped, not masked, which saves close to half of the work.
+        queries are skipped, not masked, which saves close to half of the work; a TPU runs long rows by its kernel.
 
     Returns:
       [B, T, N, H] in the dtype of q.
     """
     B, T, N, H = q_BTNH.shape
+    if same_tokens and splash.is_suited(T, platform()):
+        return splash.splash_attend(q_BTNH, k_BKSH, v_BKSH, q_segments_BT)
     K = k_BKSH.shape[1]
     q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
 

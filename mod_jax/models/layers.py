@@ -59,6 +59,12 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, RULES.spec(axes, x.shape, dict(mesh.shape)))
 
 
+def platform() -> str:
+    """What the program being traced will run on, "cpu" or "tpu" for example; the mesh knows, where there is one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def dense(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x[..., D] times weight[D, ...], in the dtype of x.
 
