@@ -1,11 +1,15 @@
-"""Does a routed model cost what its FLOPs say? Step time and block time, beside the FLOP ratio.
+"""Does a routed model cost what its FLOPs say? Times beside FLOP ratios, one table per question.
 
-    python experiments/throughput.py                      # both tables, about five minutes on two idle cores
-    python experiments/throughput.py --width=512 --seq_len=1024 --depth=6
+    python experiments/throughput.py                          # every table, about half an hour on two idle cores
+    python experiments/throughput.py --tables=step,block --width=512 --seq_len=1024 --depth=2 --batch=4
 
-Programs that are compared take turns (A B A B ...); times are medians, with the minimum beside. `ideal`
-is the same block on C tokens, without router, gather or scatter; routed / ideal is the pure cost of routing. FLOPs
-count attention in full and the predictor.
+Tables: `step` (training step: dense, routed, and dense of as many FLOPs as routed), `block` (one block, and what
+routing adds to it), `length`, `width`, `depth` (how a step grows), `compile` (scan against unrolled), `peers` (a
+PyTorch block of the same mathematics; needs `pip install torch`).
+
+Programs that are compared take turns (A B A B ...); times are medians, with the minimum in brackets. `ideal` is the
+same block on C tokens, without router, gather or scatter: routed / ideal is the pure cost of routing. FLOPs count
+attention in full and the predictor. MFU is over the best float32 matmul of this machine, measured in the same process.
 """
 
 import statistics
@@ -20,6 +24,7 @@ from mod_jax import config as config_lib
 from mod_jax import routing
 from mod_jax.models.blocks import FullBlock, RoutedBlock, Stream
 from mod_jax.scaling import flops
+from mod_jax.training.metrics import measure_matmul_peak
 from mod_jax.training.step import MODEL_INPUTS, init_state, make_model, make_train_step
 
 WIDTH = flags.DEFINE_integer("width", 256, "D")
@@ -27,58 +32,77 @@ DEPTH = flags.DEFINE_integer("depth", 12, "L")
 SEQ_LEN = flags.DEFINE_integer("seq_len", 512, "T")
 BATCH = flags.DEFINE_integer("batch", 2, "B")
 VOCAB = flags.DEFINE_integer("vocab", 4096, "V")
-TABLES = flags.DEFINE_list("tables", ["step", "block"], "Which tables to print.")
 ROUNDS = flags.DEFINE_integer("rounds", 10, "Interleaved rounds.")
 CAPACITIES = flags.DEFINE_list("capacities", ["0.125", "0.25", "0.5"], "Capacities of the block table.")
+DENSE = {"model.layout": "F", "routing.predictor": False}
+ROUTED = {"routing.predictor": False}
 
 
 def main(_) -> None:
     size = f"D {WIDTH.value}, L {DEPTH.value}, T {SEQ_LEN.value}, B {BATCH.value}, V {VOCAB.value}"
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; {size}")
+    peak = measure_matmul_peak().flops
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, matmul {peak / 1e9:.0f} GFLOP/s; {size}")
     print(f"seconds: median (minimum) of {ROUNDS.value} interleaved rounds")
-    if "step" in TABLES.value:
-        step_table()
-    if "block" in TABLES.value:
-        block_table()
+    for name in TABLES.value:
+        PRINT[name](peak)
 
 
 def make_config(**changes) -> config_lib.Config:
     base = {
         "model.width": WIDTH.value,
         "model.depth": DEPTH.value,
-        "model.num_heads": max(1, WIDTH.value // 64),
         "data.seq_len": SEQ_LEN.value,
         "train.batch_size": BATCH.value,
         "train.steps": 100,
     }
-    return config_lib.make_config(**{**base, **changes})
+    values = {**base, **changes}
+    return config_lib.make_config(**{"model.num_heads": max(1, values["model.width"] // 64), **values})
 
 
-def step_table() -> None:
-    """Whole training step: dense, MoD without and with its predictor."""
-    configs = {
-        "dense": make_config(**{"model.layout": "F", "routing.predictor": False}),
-        "MoD": make_config(**{"routing.predictor": False}),
-        "MoD + predictor": make_config(),
-    }
+def step_table(peak: float) -> None:
+    """Whole training step: dense, MoD without and with its predictor, and dense of about MoD's FLOPs."""
+    configs = {"dense": make_config(**DENSE), "MoD": make_config(**ROUTED), "MoD + predictor": make_config()}
+    routed_flops = flops.train_flops(configs["MoD"], VOCAB.value)
+    shallower = [make_config(**DENSE, **{"model.depth": depth}) for depth in range(1, DEPTH.value)]
+    isoflop = min(shallower, key=lambda config: abs(flops.train_flops(config, VOCAB.value) - routed_flops))
+    configs[f"dense of {isoflop.model.depth} blocks"] = isoflop
     times = interleave({name: step_program(config) for name, config in configs.items()})
     dense_flops = flops.train_flops(configs["dense"], VOCAB.value)
-    print("\n| train step | seconds | time ratio | FLOP ratio | time / FLOP ratio | TFLOP/s |")
+    print("\n| train step | seconds | time ratio | FLOP ratio | time / FLOP ratio | MFU |")
     print("|---|---|---|---|---|---|")
     for name, config in configs.items():
         count = flops.train_flops(config, VOCAB.value)
         ratio, flop_ratio = median_ratio(times[name], times["dense"]), count / dense_flops
-        rate = count * BATCH.value / statistics.median(times[name]) / 1e12
+        mfu = count * BATCH.value / statistics.median(times[name]) / peak
         ratios = f"{ratio:.3f} | {flop_ratio:.3f} | {ratio / flop_ratio:.3f}"
-        print(f"| {name} | {seconds(times[name])} | {ratios} | {rate:.4f} |")
+        print(f"| {name} | {seconds(times[name])} | {ratios} | {mfu:.0%} |", flush=True)
+
+
+def growth_table(key: str, values: list[int], **fixed) -> None:
+    """Dense and routed step as one size grows."""
+    print(f"\n| {key} | dense, us per token | MoD, us per token | time ratio | FLOP ratio | time / FLOP ratio |")
+    print("|---|---|---|---|---|---|")
+    for value in values:
+        pair = [make_config(**{key: value, **fixed, **layout}) for layout in (DENSE, ROUTED)]
+        dense, routed = interleave(dict(enumerate(map(step_program, pair)))).values()
+        ratio = median_ratio(routed, dense)
+        dense_flops, routed_flops = (flops.train_flops(config, VOCAB.value) for config in pair)
+        flop_ratio = routed_flops / dense_flops
+        tokens = pair[0].train.batch_size * pair[0].data.seq_len
+        per_token = [statistics.median(times) / tokens * 1e6 for times in (dense, routed)]
+        print(
+            f"| {value} | {per_token[0]:.0f} | {per_token[1]:.0f} | {ratio:.3f} | {flop_ratio:.3f} | "
+            f"{ratio / flop_ratio:.3f} |",
+            flush=True,
+        )
 
 
 def step_program(config: config_lib.Config):
     model = make_model(config, VOCAB.value)
     state = jax.jit(lambda: init_state(config, model))()
-    key = jax.random.key(0)
-    tokens = jax.random.randint(key, (BATCH.value, SEQ_LEN.value + 1), 0, VOCAB.value)
-    positions = jnp.broadcast_to(jnp.arange(SEQ_LEN.value)[None], (BATCH.value, SEQ_LEN.value))
+    B, T = config.train.batch_size, config.data.seq_len
+    tokens = jax.random.randint(jax.random.key(0), (B, T + 1), 0, VOCAB.value)
+    positions = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
     arrays = (tokens[:, :-1], tokens[:, 1:], positions, jnp.ones_like(positions))
     batch = dict(zip(MODEL_INPUTS, arrays, strict=True))
     step = jax.jit(make_train_step(config, model, 100), donate_argnums=0)
@@ -91,30 +115,33 @@ def step_program(config: config_lib.Config):
     return program
 
 
-def block_table() -> None:
+def block_table(peak: float) -> None:
     """One block, forward and backward: full, routed, and the same block on C tokens."""
-    config = make_config(**{"routing.predictor": False})
+    config = make_config(**ROUTED)
     T, B, D = SEQ_LEN.value, BATCH.value, WIDTH.value
-    times = interleave({"full": block_program(FullBlock(config.model, nnx.Rngs(params=0)), B, T, D)})
+    full = interleave({"full": block_program(FullBlock(config.model, nnx.Rngs(params=0)), B, T, D)})["full"]
+    full_flops = sum(flops.block_flops(config, T))
+
+    def mfu(count, times):
+        return f"{3 * B * count / statistics.median(times) / peak:.0%}"
+
+    titles = ("block, forward + backward", "seconds", "MFU", "over full", "FLOP ratio", "ratio / FLOP ratio")
+    print(f"\n| {' | '.join(titles)} | routed / ideal | routing's share |")
+    print("|---|---|---|---|---|---|---|---|")
+    print(f"| full | {seconds(full)} | {mfu(full_flops, full)} | | | | | |")
     for capacity in map(float, CAPACITIES.value):
         count = routing.tokens_kept(T, capacity)
-        routed = RoutedBlock(config, capacity, nnx.Rngs(params=0))
+        block = RoutedBlock(config, capacity, nnx.Rngs(params=0))
         # Apart from the full block: a short program right after a long one pays for cold caches.
-        pair = {f"routed {capacity}": (routed, T), f"ideal {capacity}": (routed.block, count)}
-        times |= interleave({name: block_program(block, B, length, D) for name, (block, length) in pair.items()})
-    print(
-        "\n| block, forward + backward | seconds | routed / full | FLOP ratio | ratio / FLOP ratio | routed / ideal |"
-    )
-    print("|---|---|---|---|---|---|")
-    print(f"| full | {seconds(times['full'])} | | | | |")
-    for capacity in map(float, CAPACITIES.value):
-        routed, ideal = times[f"routed {capacity}"], times[f"ideal {capacity}"]
-        count = routing.tokens_kept(T, capacity)
-        flop_ratio = sum(flops.block_flops(config, count)) / sum(flops.block_flops(config, T))
-        ratio = statistics.median(routed) / statistics.median(times["full"])
+        pair = {"routed": block_program(block, B, T, D), "ideal": block_program(block.block, B, count, D)}
+        routed, ideal = interleave(pair).values()
+        routed_flops = sum(flops.block_flops(config, count))
+        flop_ratio = routed_flops / full_flops
+        ratio, overhead = statistics.median(routed) / statistics.median(full), median_ratio(routed, ideal)
         print(
-            f"| routed {capacity} | {seconds(routed)} | {ratio:.3f} | {flop_ratio:.3f} | {ratio / flop_ratio:.3f} | "
-            f"{median_ratio(routed, ideal):.3f} |"
+            f"| routed {capacity} | {seconds(routed)} | {mfu(routed_flops, routed)} | {ratio:.3f} | {flop_ratio:.3f} | "
+            f"{ratio / flop_ratio:.3f} | {overhead:.3f} | {1 - 1 / overhead:.1%} |",
+            flush=True,
         )
 
 
@@ -131,6 +158,43 @@ def block_program(block, B: int, T: int, D: int):
 
     grad = jax.jit(jax.grad(loss, argnums=(0, 1)))
     return lambda: grad(params, x_BTD)
+
+
+def compile_table(_) -> None:
+    """CPU seconds to compile the train step, `model.scan` on and off."""
+    print("\n| depth | scan, CPU s | unrolled, CPU s |")
+    print("|---|---|---|")
+    for depth in (4, 8, 16, 32):
+        spent = []
+        for scan in (True, False):
+            config = make_config(**ROUTED, **{"model.depth": depth, "model.scan": scan})
+            model = make_model(config, VOCAB.value)
+            state = jax.eval_shape(lambda config=config, model=model: init_state(config, model))
+            rows = jax.ShapeDtypeStruct((BATCH.value, SEQ_LEN.value), jnp.int32)
+            lowered = jax.jit(make_train_step(config, model, 100)).lower(state, dict.fromkeys(MODEL_INPUTS, rows))
+            start = time.process_time()
+            lowered.compile()
+            spent.append(time.process_time() - start)
+        print(f"| {depth} | {spent[0]:.1f} | {spent[1]:.1f} |", flush=True)
+
+
+def peers_table(_) -> None:
+    """Our blocks against PyTorch's, which skips the causal half of attention too."""
+    try:
+        from torch_peer import torch_programs
+    except ImportError as error:
+        print(f"\npeers: skipped ({error})")
+        return
+    config = make_config(**ROUTED)
+    T, B, D = SEQ_LEN.value, BATCH.value, WIDTH.value
+    routed = RoutedBlock(config, config.routing.capacity, nnx.Rngs(params=0))
+    ours = {"full": block_program(routed.block, B, T, D), "routed": block_program(routed, B, T, D)}
+    theirs = torch_programs(config, B, T)
+    print("\n| block, forward + backward | ours | PyTorch | ours / PyTorch |")
+    print("|---|---|---|---|")
+    for name, program in ours.items():
+        mine, other = interleave({"ours": program, "theirs": theirs[name]}).values()
+        print(f"| {name} | {seconds(mine)} | {seconds(other)} | {median_ratio(mine, other):.3f} |", flush=True)
 
 
 def interleave(programs: dict) -> dict[str, list[float]]:
@@ -153,6 +217,20 @@ def median_ratio(a: list[float], b: list[float]) -> float:
 def seconds(times: list[float]) -> str:
     return f"{statistics.median(times):.4f} ({min(times):.4f})"
 
+
+PRINT = {
+    "step": step_table,
+    "block": block_table,
+    "length": lambda _: growth_table(
+        "data.seq_len", [512, 1024, 2048, 4096], **{"model.depth": 2, "train.batch_size": 1}
+    ),
+    "width": lambda _: growth_table("model.width", [128, 256, 512, 1024], **{"model.depth": 2}),
+    "depth": lambda _: growth_table("model.depth", [2, 4, 8, 16], **{"data.seq_len": 256}),
+    "compile": compile_table,
+    "peers": peers_table,
+}
+TABLES = flags.DEFINE_list("tables", list(PRINT), f"Which tables to print, of {', '.join(PRINT)}.")
+flags.register_validator("tables", lambda names: set(names) <= set(PRINT), f"must be some of {', '.join(PRINT)}")
 
 if __name__ == "__main__":
     app.run(main)

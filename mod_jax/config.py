@@ -117,7 +117,9 @@ class TrainConfig:
     tokens: int = _key(0, "run length in training tokens", low=0)
     flops: float = _key(0.0, "run length as a training FLOP budget", low=0.0)
     z_loss: float = _key(0.0, "coefficient of the squared log-normaliser of the logits", low=0.0)
-    loss_chunk: int = _key(1024, "tokens per device whose logits exist at a time; 0: all", low=0, free=True)
+    loss_chunk: int = _key(
+        0, "tokens per device whose logits exist at a time; 0: 512 on a CPU, 2048 elsewhere", low=0, free=True
+    )
     max_bad_steps: int = _key(10, "consecutive non-finite steps after which the run stops", low=1, free=True)
     log_every: int = _key(10, "steps between log lines", low=1, free=True)
     eval_every: int = _key(200, "steps between held-out evaluations; 0: only at the end", low=0, free=True)

@@ -76,7 +76,7 @@ def test_a_dense_model_has_no_routing_losses():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("chunk", [0, 1, 6, 8, 26, 1024])  # tokens; two rows of 13: chunks of 13, 1, 3, 4, 13, 13
+@pytest.mark.parametrize("chunk", [0, 1, 6, 8, 26])  # tokens; two rows of 13: chunks of 13, 1, 3, 4, 13 positions
 def test_chunks_give_the_loss_and_gradients_of_whole_logits(chunk, dtype):
     keys = jax.random.split(jax.random.key(0), 4)
     x_BTD = jax.random.normal(keys[0], (2, 13, 8), dtype)
@@ -110,7 +110,7 @@ def test_no_array_of_all_logits_is_left_in_a_chunked_program():
         text = jax.jit(loss).lower(x_BTD, weight_DV).compile().as_text()
         return max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text))
 
-    assert largest(0) >= 256 * 512  # the guard: whole logits would be seen
+    assert largest(256) >= 256 * 512  # the guard: whole logits would be seen
     assert largest(32) <= 32 * 512
 
 
