@@ -11,6 +11,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from mod_jax import config as config_lib
+from mod_jax import distributed
 from mod_jax.config import Config, ConfigError
 
 CONFIG_EXIT = 2
@@ -71,22 +72,29 @@ def define_distributed() -> dict[str, flags.FlagHolder]:
         "coordinator_address": flags.DEFINE_string("coordinator_address", None, "host:port of process 0."),
         "num_processes": flags.DEFINE_integer("num_processes", None, "Number of processes."),
         "process_id": flags.DEFINE_integer("process_id", None, "Which of them this is, from 0."),
+        "initialization_timeout": flags.DEFINE_integer(
+            "initialization_timeout", 300, "Seconds to wait at the start until all processes are there.", 1
+        ),
+        "heartbeat_timeout_seconds": flags.DEFINE_integer(
+            "heartbeat_timeout", 100, "Seconds without a sign of life after which a process is taken for dead.", 10
+        ),
     }
 
 
 def start_distributed(holders: dict[str, flags.FlagHolder]) -> None:
-    """Connects the processes, if asked to. Call before anything touches a device."""
-    values = {name: holder.value for name, holder in holders.items()}
-    enabled = values.pop("enabled")
-    given = {name: value for name, value in values.items() if value is not None}
-    if given and not enabled:
-        raise ConfigError(f"--{next(iter(given))} needs --distributed")
-    if not enabled:
+    """Connects the processes, if asked to. Call before JAX is imported."""
+    values = {name: holder.value for name, holder in holders.items() if holder.value is not None}
+    if not values.pop("enabled"):
+        for name, holder in holders.items():
+            if holder.present and name != "enabled":
+                raise ConfigError(f"--{holder.name} needs --distributed")
         return
+    distributed.start_reader()
     import jax
 
     try:
-        jax.distributed.initialize(**given)
+        jax.distributed.initialize(**values)
+        distributed.check_same_program(values["initialization_timeout"])
     except (RuntimeError, ValueError) as error:
         raise DistributedError(f"the processes could not connect: {' '.join(str(error).split())}") from error
 
@@ -98,10 +106,13 @@ def exit_code(run: Callable[[], None]) -> int:
         run()
         return 0
     except Exception as error:
+        if lost := distributed.explanation(error):
+            error = DistributedError(lost)
         code = _code_of(error)
         if code == 1:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
+        distributed.leave(code)
         return code
 
 

@@ -11,6 +11,7 @@ from mod_jax import cli
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; an existing one is resumed.", required=True)
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print size and cost, compile the step, train nothing.")
 EXTEND = flags.DEFINE_bool("extend", False, "Allow a changed run length when resuming.")
+PROFILE = flags.DEFINE_bool("profile", False, "Trace a few steps for xprof, into WORKDIR/profile.")
 CONFIG = cli.define_config()
 DISTRIBUTED = cli.define_distributed()
 
@@ -26,7 +27,7 @@ def main(argv: list[str]) -> int:
         if DRY_RUN.value:
             loop.dry_run(config, WORKDIR.value)
         else:
-            loop.train(config, WORKDIR.value, extend=EXTEND.value)
+            loop.train(config, WORKDIR.value, extend=EXTEND.value, profile=PROFILE.value)
 
     return cli.exit_code(run)
 

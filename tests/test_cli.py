@@ -75,6 +75,8 @@ REFUSED = {
         "config.data.source = 'wikipedia': must be python_stdlib",
     ),
     "mesh": ([SMOKE, "--config.data.source=synthetic", "--config.mesh.data=3"], "config.train.batch_size = 8: "),
+    "alone": ([SMOKE, "--process_id=1"], "--process_id needs --distributed"),
+    "alone_heartbeat": ([SMOKE, "--heartbeat_timeout=20"], "--heartbeat_timeout needs --distributed"),
     "length": ([SMOKE, "--config.train.tokens=9"], "config.train: exactly one of steps, tokens, flops must be > 0"),
 }
 DRY = [SMOKE, "--dry_run", "--config.data.source=synthetic"]
@@ -157,6 +159,7 @@ def test_nothing_was_written(results):
         (NumericsError, 3),
         (StorageError, 4),
         (DataError, 5),
+        (cli.DistributedError, 6),
         (CheckpointMismatch, 7),
         (ResumeRefused, 7),
         (ZeroDivisionError, 1),

@@ -1,8 +1,13 @@
-"""Two processes of four devices train like one process of eight: the same stream, losses and checkpoints."""
+"""Two processes of four devices train like one process of eight: the same stream, losses and checkpoints.
+
+And as a person starts them, `python -m mod_jax.train --distributed`: when one of them is missing, dies, hangs or is
+another program, each that is left ends in bounded time, with one line on stderr and exit code 6.
+"""
 
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +17,7 @@ import time
 import pytest
 from tiny import TINY
 
+from mod_jax import distributed
 from mod_jax.config import make_config
 from mod_jax.training import loop
 from mod_jax.training.loop import Outcome
@@ -36,13 +42,17 @@ CHANGES = {
 }
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
 class Processes:
     """The processes of one run, each with its share of eight devices. On leaving the block none is left running."""
 
     def __init__(self, folder, workdir, changes, num_processes=2):
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         flags = f"--xla_force_host_platform_device_count={8 // num_processes} --xla_backend_optimization_level=1"
         environment = dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
         command = [sys.executable, str(ROOT / "tests" / "multiprocess_worker.py"), str(port), str(num_processes)]
@@ -141,3 +151,234 @@ def test_t4_two_processes_train_save_and_resume_like_one(one_process, tmp_path):
 
     # One process goes on from the checkpoint of two.
     assert loop.train(make_config(**CHANGES | {"train.steps": 7}), workdir, extend=True) is Outcome.DONE
+
+
+class Commands:
+    """`python -m mod_jax.train --distributed` as often as told, on one port and, unless told otherwise, one workdir."""
+
+    def __init__(self, folder, steps=100_000):
+        changes = {**TINY, "model.depth": 2, "data.eval_windows": 8, "train.steps": steps, "train.save_every": 20}
+        changes |= {"train.log_every": 10, "train.eval_every": 0}
+        self.folder, self.port, self.processes = folder, free_port(), []
+        self.flags = ["--config=configs/smoke.py", "--distributed", f"--coordinator_address=localhost:{self.port}"]
+        self.flags += ["--num_processes=2", f"--workdir={folder / 'run'}"]
+        self.flags += [f"--config.{name}={value}" for name, value in changes.items()]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def start(self, process_id, *flags, root=ROOT, initialization_timeout=60):
+        number = len(self.processes)
+        threads = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=1"
+        environment = dict(os.environ, XLA_FLAGS=threads, JAX_PLATFORMS="cpu", PYTHONPATH=str(root))
+        timeouts = [f"--initialization_timeout={initialization_timeout}", "--heartbeat_timeout=10"]
+        command = [sys.executable, "-m", "mod_jax.train", *self.flags, f"--process_id={process_id}", *timeouts, *flags]
+        with (self.folder / f"{number}.out").open("w") as out, (self.folder / f"{number}.err").open("w") as err:
+            process = subprocess.Popen(command, cwd=root, env=environment, stdout=out, stderr=err)
+        self.processes.append(process)
+        return number
+
+    def output(self, number):
+        return (self.folder / f"{number}.out").read_text()
+
+    def wait_for_a_checkpoint(self):
+        deadline = time.monotonic() + TIMEOUT
+        while not (self.folder / "run" / "checkpoints" / "20").exists():
+            assert time.monotonic() < deadline, self.output(0)
+            assert all(process.poll() is None for process in self.processes), self.output(0)
+            time.sleep(0.05)
+
+    def end(self, number, seconds):
+        """(exit code, the only line on stderr) of a process that ends within so many seconds."""
+        code = self.processes[number].wait(seconds)
+        error, deadline = self.folder / f"{number}.err", time.monotonic() + 5
+        while not error.read_text().endswith("\n") and time.monotonic() < deadline:
+            time.sleep(0.05)  # the reader of its stderr lives a moment longer
+        (line,) = error.read_text().splitlines()
+        return code, line
+
+
+@pytest.mark.slow
+def test_a_process_that_never_starts_or_starts_too_late(tmp_path):
+    with Commands(tmp_path) as commands:
+        for process_id in (0, 1):  # the second comes when the first has given up
+            alone = commands.start(process_id, initialization_timeout=3)
+            code, line = commands.end(alone, 3 + 40)
+            assert code == 6
+            assert line.startswith("error: not all processes came before --initialization_timeout ran out; was each")
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_other_and_the_same_command_resumes(tmp_path):
+    with Commands(tmp_path, steps=60) as commands:
+        commands.start(0)
+        commands.start(1)
+        commands.wait_for_a_checkpoint()
+        commands.processes[1].kill()
+        code, line = commands.end(0, 10 + 40)
+        assert code == 6
+        assert line.startswith(("error: another process failed, died", "error: process 1 failed, died"))
+        assert line.endswith("; the same command on all processes resumes from the newest checkpoint")
+
+    with Commands(tmp_path, steps=60) as commands:
+        commands.start(0)
+        commands.start(1)
+        assert [process.wait(TIMEOUT) for process in commands.processes] == [0, 0]
+        assert "RESUMED step " in commands.output(0)
+        assert "DONE at step 60" in commands.output(0)
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_and_what_it_finds_when_it_wakes(tmp_path):
+    with Commands(tmp_path) as commands:
+        commands.start(0)
+        commands.start(1)
+        commands.wait_for_a_checkpoint()
+        commands.processes[1].send_signal(signal.SIGSTOP)
+        code, line = commands.end(0, 10 + 40)
+        assert code == 6
+        assert line.startswith(
+            "error: process 1 failed, died, hangs or cannot be reached (see its own output); the same"
+        )
+
+        commands.processes[1].send_signal(signal.SIGCONT)
+        code, line = commands.end(1, 10 + 40)
+        assert code == 6
+        assert line.startswith(("error: process 0, which coordinates the others, failed", "error: another process"))
+
+
+@pytest.mark.slow
+def test_processes_that_are_not_the_same_program(tmp_path):
+    (tmp_path / "code").mkdir()
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "configs", other / "configs")
+    shutil.copytree(ROOT / "mod_jax", other / "mod_jax")
+    (other / "mod_jax" / "routing.py").open("a").write("# edited on one machine only\n")
+    with Commands(tmp_path / "code") as commands:
+        commands.start(0)
+        commands.start(1, root=other)
+        for number in (0, 1):
+            code, line = commands.end(number, 60)
+            assert code == 6
+            assert line.startswith("error: the processes could not connect: process ")
+            assert line.count(", code ") == 2
+
+    (tmp_path / "count").mkdir()
+    with Commands(tmp_path / "count") as commands:
+        commands.start(0)
+        commands.start(1, "--num_processes=3")
+        for number in (0, 1):
+            code, line = commands.end(number, 60)
+            assert code == 6
+            assert "2 processes, jax " in line
+            assert "3 processes, jax " in line
+
+
+@pytest.mark.slow
+def test_a_process_id_given_twice(tmp_path):
+    with Commands(tmp_path) as commands:
+        for process_id in (0, 1, 1):
+            commands.start(process_id, initialization_timeout=5)
+        ends = [commands.end(number, 5 + 40) for number in range(3)]
+        assert [code for code, _ in ends] == [6, 6, 6]
+        assert any("process_id 1 was given twice, or started again while" in line for _, line in ends)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_alone_keeps_its_own_error(tmp_path):
+    with Commands(tmp_path) as commands:
+        commands.start(0)
+        bad = commands.start(1, "--config.data.source=text:nowhere")
+        assert commands.end(bad, distributed.GOODBYE + 40)[0] == 5
+        code, line = commands.end(0, distributed.GOODBYE + 10 + 40)
+        assert code == 6
+        assert line.startswith("error: ")
+
+
+@pytest.mark.slow
+def test_all_processes_refuse_two_configs_alike(tmp_path):
+    with Commands(tmp_path) as commands:
+        commands.start(0)
+        commands.start(1, "--config.seed=5")
+        for number in (0, 1):
+            code, line = commands.end(number, 60)
+            assert code == 2
+            assert line.startswith("error: the processes of this run hold different configs, by process: ")
+
+
+FATAL = (
+    "F1130 01:41:21.805935   27609 client.h:80] Terminating process because the JAX distributed service detected fatal "
+    "errors. This most likely indicates that another task died. absl::Status: "
+)
+UNHEALTHY = (
+    "E1130 01:41:21.805325   27598 coordination_service.cc:1549] [17] Use error polling to propagate the following\n"
+    f"{FATAL}UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n1\n3\nThe tasks crashed."
+    "\n\nRPC: /xla.coordination.CoordinationService/PollForError\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (UNHEALTHY, "process 1, 3 failed, died"),
+        (
+            f"{FATAL}DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: /xla.coordination.CoordinationService/Heartbeat\n",
+            "process 0,",
+        ),
+        (f"{FATAL}UNAVAILABLE: Failed to send RPC. Either the leader task was preempted/died\n", "process 0,"),
+        (
+            f"{FATAL}DEADLINE_EXCEEDED: \n\nRPC: /xla.coordination.CoordinationService/RegisterTask\n",
+            "not all processes came",
+        ),
+        (
+            f"{FATAL}ABORTED: 1 unexpectedly tried to connect with a different incarnation.\n",
+            "process_id 1 was given twice",
+        ),
+        (
+            f"{FATAL}INTERNAL: what nobody\n has seen\n",
+            "the processes lost each other: INTERNAL: what nobody has seen; the same",
+        ),
+    ],
+)
+def test_last_words_in_one_line(words, expected):
+    line = distributed.cause(words)
+    assert line.startswith(expected)
+    assert "\n" not in line
+
+
+def test_the_reader_of_stderr_passes_on_all_but_the_last_words():
+    command = [sys.executable, "-I", distributed.__file__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0) as reader:
+
+        def write(text):
+            reader.stdin.write(text)
+            reader.stdin.flush()
+
+        write("a warning\n")
+        assert reader.stderr.readline() == "a warning\n"  # at once
+        native = "W1130 01:40:15.1 27 preemption_sync_manager.cc:147] Failed to retrieve preemption notice\n"
+        write(native)
+        assert reader.stderr.readline() == native  # after a while, since nothing came of it
+        reader.send_signal(signal.SIGTERM)
+        write("é, whatever\n")
+        assert reader.stderr.readline() == "é, whatever\n"
+        write(UNHEALTHY)
+        write("    @     0x7f6bd7e9a82e  std::_Function_handler<>::_M_invoke()\n")
+        expected = "process 1, 3 failed, died, hangs or cannot be reached (see its own output)"
+        assert reader.stderr.readline() == f"error: {expected}; {distributed.RESUME}\n"
+        reader.stdin.close()
+        assert reader.stderr.read() == ""
+        assert reader.wait(10) == 0
+
+
+def test_a_process_that_named_its_own_error_says_nothing_more():
+    command = [sys.executable, "-I", distributed.__file__]
+    done = subprocess.run(
+        command, input="error: mine\n" + UNHEALTHY, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr == "error: mine\n"

@@ -1,7 +1,7 @@
 """The training loop, which reads as a table of contents, and what frames it: prepare, resume, save.
 
-Layout of a workdir: config.json, metrics.jsonl, checkpoints/<step>/, report/*.png, tensorboard/ if asked for. Rerunning
-the same command resumes; a finished run is only reported again.
+Layout of a workdir: config.json, metrics.jsonl, checkpoints/<step>/, report/*.png, and if asked for tensorboard/ and
+profile/. Rerunning the same command resumes; a finished run is only reported again.
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ from mod_jax.training.evaluate import Evaluator
 from mod_jax.training.metrics import MetricWriter, read_metrics
 from mod_jax.training.optimizer import make_optimizer
 from mod_jax.training.preemption import PreemptionGuard
+from mod_jax.training.profile import Profiler
 from mod_jax.training.step import MODEL_INPUTS, Model, TrainState, init_state, make_model, make_train_step
 from mod_jax.training.watch import Watch
 
@@ -58,18 +59,23 @@ class Run:
     flops_per_step: float
 
 
-def train(config: Config, workdir: str | os.PathLike, *, extend: bool = False) -> Outcome:
+def train(config: Config, workdir: str | os.PathLike, *, extend: bool = False, profile: bool = False) -> Outcome:
     """Trains to the end of the run, or until preempted; resumes from the newest good checkpoint in `workdir`.
 
     Args:
       extend: allow a run length that differs from the checkpoint's (the learning-rate schedule changes with it).
+      profile: trace a few steps into workdir/profile, see `profile.Profiler`.
 
     Raises:
       ConfigError, DataError, StorageError, CheckpointMismatch, ResumeRefused, NumericsError, CausalityError: see there.
     """
     with PreemptionGuard() as guard:
         run = prepare_run(config, workdir)
-        with jax.set_mesh(run.mesh), Checkpointer(run.workdir / "checkpoints", keep=config.train.keep) as checkpointer:
+        with (
+            jax.set_mesh(run.mesh),
+            Checkpointer(run.workdir / "checkpoints", keep=config.train.keep) as checkpointer,
+            Profiler(run.workdir / "profile", enabled=profile) as profiler,
+        ):
             checkpointer.check_space(run.abstract_state)
             state = restore_or_init(run, checkpointer, extend)
             write_config(run)
@@ -83,8 +89,9 @@ def train(config: Config, workdir: str | os.PathLike, *, extend: bool = False) -
                 train_step = compile_step(run)
                 batches = open_batches(run, step)
             while step < run.num_steps:
-                state, metrics = train_step(state, put_batch(run, next(batches)))
                 step += 1
+                with profiler.step(step, run.num_steps, watch.pause):
+                    state, metrics = train_step(state, put_batch(run, next(batches)))
                 watch.after_step(step, metrics)
                 stop = guard.requested(step)
                 evals = watch.evaluate(step, evaluator, state) if eval_is_due(run, step) and not stop else None
