@@ -1,8 +1,9 @@
 """Does it fit? python -m mod_jax.plan --config=configs/paper.py:size=3b --topology=v5e:16x16
 
-Compiles the real train step for a TPU slice that need not be there (pip install libtpu; no TPU, no corpus), and prints
-size, memory against what a chip has, FLOPs, what moves between chips, and an estimate of the time of a step. The same
-program is compiled once: its result is kept below the cache folder (data.cache_dir or MOD_JAX_CACHE).
+Compiles the real train step, or with --program=decode the real decoding loop, for a TPU slice that need not be there
+(pip install libtpu; no TPU, no corpus), and prints size, memory against what a chip has, FLOPs, what moves, and an
+estimate of the time. The same program is compiled once: its result is kept below the cache folder (data.cache_dir or
+MOD_JAX_CACHE).
 
 Exit codes: 0 planned, whether it fits or not (the last line says which); 2 config; 5 no cache folder; 1 anything else.
 """
@@ -16,6 +17,9 @@ from mod_jax import cli
 from mod_jax.config import ConfigError
 
 TOPOLOGY = flags.DEFINE_string("topology", None, "The TPU slice: v5e:16x16, or v5e-256; --list shows all.")
+PROGRAM = flags.DEFINE_enum("program", "train", ["train", "decode"], "What to plan: a train step, or sampling.")
+BATCH = flags.DEFINE_integer("batch", None, "With --program=decode: rows sampled together; default 8.")
+CONTEXT = flags.DEFINE_integer("context", None, "With --program=decode: positions of a row; default: model.context.")
 LIST = flags.DEFINE_bool("list", False, "Show the slices that can be planned for, and exit.")
 JSON = flags.DEFINE_bool("json", False, "Print the report as one JSON object.")
 CONFIG = cli.define_config()
@@ -29,7 +33,6 @@ def main(argv: list[str]) -> int:
         import jax
 
         from mod_jax.scaling import topology
-        from mod_jax.training import plan
 
         jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back what it writes for a topology
         if LIST.value:
@@ -38,7 +41,17 @@ def main(argv: list[str]) -> int:
         config = cli.read_config(CONFIG.value)
         if TOPOLOGY.value is None:
             raise ConfigError("--topology is missing; for example --topology=v5e:4x4, and --list shows all")
-        report = plan.make_report(config, TOPOLOGY.value)
+        if PROGRAM.value == "decode":
+            from mod_jax.sampling import plan
+
+            report = plan.make_report(config, TOPOLOGY.value, 8 if BATCH.value is None else BATCH.value, CONTEXT.value)
+        else:
+            from mod_jax.training import plan
+
+            for flag, key in ((BATCH, "train.batch_size"), (CONTEXT, "data.seq_len")):
+                if flag.value is not None:
+                    raise ConfigError(f"--{flag.name} needs --program=decode; a train step has --config.{key}")
+            report = plan.make_report(config, TOPOLOGY.value)
         print(json.dumps(report, indent=2) if JSON.value else plan.describe(report), flush=True)
 
     return cli.exit_code(run)

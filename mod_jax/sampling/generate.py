@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from mod_jax.sampling import cache as cache_lib
-from mod_jax.sampling import causal
 from mod_jax.sampling.choice import Options, RequestError, row_keys
-from mod_jax.sampling.programs import GenerationState, Programs, Request
+from mod_jax.sampling.programs import GenerationState, Programs, Request, serving_layers
 from mod_jax.sampling.restore import TrainedModel, causal_selection, restore
 from mod_jax.sampling.text import Completion, Prompt, Row, TextStream, encode_prompt
-from mod_jax.training.optimizer import is_decayed
 
 MIN_BUCKET = 32
 STEPS_BETWEEN_STOP_CHECKS = 16
@@ -64,15 +61,9 @@ class Sampler:
         self._capacity_L = capacity_L or tuple(block.capacity for block in self.config.blocks if block.kind == "R")
         self._overflow, self._growth = overflow, 0
 
-        dtype = jnp.dtype(self.config.model.dtype)
-
-        def split(params):
-            # The matrices are rounded to the compute dtype at every use: once is as good, and halves what is read.
-            params = jax.tree_util.tree_map_with_path(lambda p, x: x.astype(dtype) if is_decayed(p) else x, params)
-            return causal.split_layers(nnx.merge(model.model.graphdef, nnx.State(params)))
-
+        layers = jax.jit(lambda params: serving_layers(self.config, model.model, params))(model.params)
         # Flat, because passing modules through `jit` costs more time than a small model's step.
-        self._weights, structure = jax.tree.flatten(jax.jit(split)(model.params))
+        self._weights, structure = jax.tree.flatten(layers)
         programs = Programs(
             self.config, structure, self.selection, self._capacity_L, self.tokenizer.vocab_size, num_drafts
         )
@@ -218,8 +209,12 @@ class Sampler:
         return self._slots(num_positions)
 
     def _bucket(self, length: int) -> int:
-        """`length` rounded up to a power of two, at least MIN_BUCKET, at most the context."""
-        return min(max(MIN_BUCKET, 1 << (length - 1).bit_length()), self.config.model.context)
+        return bucket(length, self.config.model.context)
+
+
+def bucket(length: int, context: int) -> int:
+    """`length` rounded up to a power of two, at least MIN_BUCKET, at most the context."""
+    return min(max(MIN_BUCKET, 1 << (length - 1).bit_length()), context)
 
 
 def generate(

@@ -19,7 +19,7 @@ from mod_jax.models.blocks import predictor_hidden
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """FLOPs of one sequence, by part."""
+    """FLOPs of one sequence, or of one token, by part."""
 
     linear: float  # q, k, v, o and the MLP
     attention: float  # logits and weighted values
@@ -86,6 +86,23 @@ def train_flops(config: Config, vocab_size: int, **switches) -> float:
     """Training FLOPs of one row: 3 x forward; 2 x for the predictor, whose input takes no gradient."""
     forward = forward_flops(config, vocab_size, **switches)
     return 3 * forward.total - forward.predictor
+
+
+def decode_flops(config: Config, vocab_size: int, slots: tuple[int, ...]) -> Flops:
+    """FLOPs of decoding one token whose blocks, by depth, attend to `slots` cached tokens each.
+
+    A routed block counts by its capacity; its router and predictor, like the logits, by every token.
+    """
+    D = config.model.width
+    linear = attention = router = predicted = 0.0
+    for block, num_slots in zip(config.blocks, slots, strict=True):
+        linear += block.capacity * block_flops(config, 1)[0]
+        attention += block.capacity * 4 * num_slots * config.model.num_heads * config.model.head_dim
+        if block.kind == "R":
+            router += 2 * D
+            if config.routing.predictor:
+                predicted += 2 * predictor_hidden(D) * (D + 1)
+    return Flops(linear, attention, router, predicted, 2 * D * vocab_size)
 
 
 def train_steps(config: Config, vocab_size: int) -> int:

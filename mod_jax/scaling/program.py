@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mod_jax.scaling.collectives import Collective, bits, line_collectives
 
@@ -31,6 +31,9 @@ _FREE = (
 _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # operation -> which operand is written
 _COLLECTIVE = re.compile(r"all-|reduce-scatter|collective-|ragged-|async-")
+# Loops over the parts of a weight, which multiply one while the next is on its way.
+_COMPILERS_LOOPS = ("windowed_dot_general", "wide.windowed_dot_general")
+_SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)_")
 _ALIASES = ("bitcast", "reshape", "get-tuple-element", "copy-done", "opt-barrier")
 
 
@@ -54,6 +57,12 @@ class Operation:
     rest: str
     line: str
 
+    @property
+    def source(self) -> str:
+        """Its name in the Python program; "" if the text has none."""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
+        return match[1] if match else ""
+
     def called(self, attribute: str) -> str:
         """The computation that `calls=`, `body=` or `condition=` names; "" if none."""
         match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.rest)
@@ -76,7 +85,7 @@ class Run:
     """One operation with what it costs each time, and how many times a step runs it."""
 
     operation: Operation
-    times: int
+    times: float
     flops: float
     hbm_bytes: float
 
@@ -85,16 +94,17 @@ class Run:
 class Step:
     """Everything that one step does on one chip. `moved` pairs each collective with how often it runs.
 
-    `sorts` counts runs of a sort (routing's, mostly), `kernels` those of a Pallas kernel, whose inside the text does
-    not show. `unknown_loops` have no constant trip count; their bodies are counted once.
+    `trip_counts` are those of loops in the Python program; the compiler makes others. `unknown_loops` have no constant
+    trip count; their bodies are counted once. `sorts` counts runs of a sort (routing's, mostly), `kernels` those of a
+    Pallas kernel whose products are not known here: the text does not show them, and they count as none.
     """
 
     runs: tuple[Run, ...]
-    moved: tuple[tuple[Collective, int], ...]
+    moved: tuple[tuple[Collective, float], ...]
     trip_counts: tuple[int, ...]
     unknown_loops: int
-    sorts: int
-    kernels: int
+    sorts: float
+    kernels: float
 
     @property
     def flops(self) -> float:
@@ -105,19 +115,36 @@ class Step:
         return sum(run.times * run.hbm_bytes for run in self.runs)
 
 
-def read_step(text: str, mesh_shape: dict[str, int]) -> Step:
-    """Reads the text of a compiled and scheduled program that runs on a mesh of these axes."""
-    reader = _Reader(_computations(text))
-    runs, moved, counts = [], [], collections.Counter()
-    for computation, times in reader.executed():
+def read_step(
+    text: str, mesh_shape: dict[str, int], *, of_loop: bool = False, odds: Callable[[str], float] | None = None
+) -> Step:
+    """Reads the text of a compiled and scheduled program that runs on a mesh of these axes.
+
+    Args:
+      of_loop: a step is not the whole program but one trip of its loop without a constant trip count.
+      odds: by the name of an operation in the Python program ("jit(f)/while/body/cond"): how often a conditional takes
+        its true branch, and the false one otherwise; how many trips a loop without a constant count makes. None: both
+        branches are counted, and one trip.
+
+    Raises:
+      ValueError: this is no such program, or `of_loop` and it has not exactly one such loop.
+    """
+    reader = _Reader(_computations(text), odds)
+    runs, moved, by_channel, counts = [], [], {}, collections.Counter()
+    for computation, times in reader.executed(reader.main_loop() if of_loop else ""):
         for operation in computation.operations.values():
             cost = Run(operation, times, reader.flops(operation, computation), reader.traffic(operation, computation))
             if cost.flops or cost.hbm_bytes:
                 runs.append(cost)
-        moved += [(collective, times) for collective in reader.collectives(computation, mesh_shape)]
+        for channel, found in reader.collectives(computation, mesh_shape):
+            if channel is None:
+                moved += [(collective, times) for collective in found]
+            elif channel not in by_channel or times < by_channel[channel][1]:
+                by_channel[channel] = found, times
         for operation in reader.operations(computation):
             counts["sorts"] += times * (operation.opcode == "sort")
-            counts["kernels"] += times * ('custom_call_target="tpu_custom_call"' in operation.rest)
+            counts["kernels"] += times * (_is_kernel(operation) and not _SPLASH.match(operation.name))
+    moved += [(collective, times) for found, times in by_channel.values() for collective in found]
     return Step(
         tuple(runs),
         tuple(moved),
@@ -134,7 +161,7 @@ def _computations(text: str) -> dict[str, Computation]:
     for line in text.splitlines():
         if match := _HEADER.match(line):
             is_entry, name, operations, root = bool(match[1]), match[2], {}, ""
-        elif line.startswith("}") and name is not None:
+        elif line == "}" and name is not None:  # the attributes of a kernel can be lines that begin with one
             found[name] = Computation(name, operations, root)
             if is_entry:
                 found[""] = found[name]
@@ -163,39 +190,64 @@ def _until_closed(text: str) -> str:
 
 
 class _Reader:
-    def __init__(self, computations: dict[str, Computation]):
+    def __init__(self, computations: dict[str, Computation], odds: Callable[[str], float] | None):
         self.computations = computations
+        self.odds = odds
         self.trip_counts: list[int] = []
         self.unknown_loops = 0
 
-    def executed(self, name: str = "", times: int = 1) -> Iterator[tuple[Computation, int]]:
+    def main_loop(self) -> str:
+        """The body of the entry's loop without a constant trip count."""
+        loops = [o for o in self.computations[""].operations.values() if o.opcode == "while"]
+        bodies = [o.called("body") for o in loops if self._trip_count(o) is None]
+        if len(bodies) != 1:
+            raise ValueError(f"this program has {len(bodies)} loops without a constant trip count, not one")
+        return bodies[0]
+
+    def executed(self, name: str = "", times: float = 1) -> Iterator[tuple[Computation, float]]:
         """The computations that are run, with how many times a step runs them."""
         computation = self.computations[name]
         yield computation, times
         for operation in computation.operations.values():
             if operation.opcode == "while":
-                trips = self._trip_count(operation.called("condition"))
-                self.unknown_loops += trips is None
-                self.trip_counts.append(trips or 1)
-                yield from self.executed(operation.called("body"), times * (trips or 1))
-            elif operation.opcode == "conditional":  # which branch, nobody knows before: all are counted
-                branches = re.search(r"branch_computations=\{(.*?)\}", operation.rest)
-                pair = [operation.called("true_computation"), operation.called("false_computation")]
-                for branch in re.findall(r"%([\w.\-]+)", branches[1]) if branches else pair:
-                    yield from self.executed(branch, times)
+                trips = self._trip_count(operation)
+                if trips is not None:
+                    if not operation.called("body").startswith(_COMPILERS_LOOPS):
+                        self.trip_counts.append(trips)
+                elif self.odds is None:
+                    self.unknown_loops += 1
+                    trips = 1
+                else:
+                    trips = self.odds(operation.source)
+                yield from self.executed(operation.called("body"), times * trips)
+            elif operation.opcode == "conditional":
+                listed = re.search(r"branch_computations=\{(.*?)\}", operation.rest)
+                pair = [operation.called("false_computation"), operation.called("true_computation")]
+                branches = re.findall(r"%([\w.\-]+)", listed[1]) if listed else pair
+                shares = [1] * len(branches)  # which branch, nobody knows before: all are counted
+                if self.odds is not None and len(branches) == 2:
+                    shares = [1 - self.odds(operation.source), self.odds(operation.source)]
+                for branch, share in zip(branches, shares, strict=True):
+                    yield from self.executed(branch, times * share)
             elif operation.opcode in ("call", "async-start"):
                 called = operation.called("to_apply") or operation.called("calls")
                 yield from self.executed(called, times)
 
-    def _trip_count(self, condition: str) -> int | None:
-        """N of `counter < N`. The text of a TPU program states it nowhere else."""
-        computation = self.computations[condition]
-        operations = list(self.operations(computation))
+    def _trip_count(self, loop: Operation) -> int | None:
+        """N / n of a loop over `counter < N` that adds n. The text of a TPU program states it nowhere else."""
+        condition, body = (self.computations[loop.called(name)] for name in ("condition", "body"))
+        operations = list(self.operations(condition))
         limits = [o for o in operations if o.opcode == "constant" and o.results[0].dtype in ("s32", "u32")]
         compares = [o for o in operations if o.opcode == "compare" and "direction=LT" in o.rest]
-        if len(compares) != 1 or len(limits) != 1 or not (number := re.match(r"(\d+)\)", limits[0].rest)):
+        if len(compares) != 1 or len(limits) != 1 or (limit := _constant(limits[0])) is None:
             return None
-        return int(number[1])
+        counters = [o for o in condition.operations.values() if o.opcode == "get-tuple-element"]
+        root = body.operations[body.root]
+        if len(counters) != 1 or root.opcode != "tuple":
+            return limit
+        counted = body.operations[root.operands[int(re.search(r"index=(\d+)", counters[0].rest)[1])]]
+        terms = [_constant(body.operations[name]) for name in counted.operands] if counted.opcode == "add" else []
+        return math.ceil(limit / next((term for term in terms if term is not None), 1))
 
     def operations(self, computation: Computation) -> Iterator[Operation]:
         """The operations of a computation and of its fusions."""
@@ -210,30 +262,32 @@ class _Reader:
                 yield inner
                 yield from self._fused(inner)
 
-    def collectives(self, computation: Computation, mesh_shape: dict[str, int]) -> list[Collective]:
-        """The collectives of a computation and its fusions, each channel once."""
-        found, channels = [], set()
+    def collectives(
+        self, computation: Computation, mesh_shape: dict[str, int]
+    ) -> Iterator[tuple[str | None, list[Collective]]]:
+        """The collectives of a computation and its fusions, with their channel. An asynchronous one is written again,
+        with the same channel, wherever work goes on meanwhile, in loops too: where it runs least often, it is."""
         for inside in (computation, *self._fused(computation)):
             for operation in inside.operations.values():
-                channel = re.search(r"channel_id=(\d+)", operation.rest)
-                if channel and channel[1] in channels:
-                    continue
                 parsed = line_collectives(operation.line, mesh_shape)
-                if parsed and channel:
-                    channels.add(channel[1])
+                if not parsed:
+                    continue
                 # What each chip keeps of an all-reduce is its slice: a reduce-scatter by another name.
                 if inside.name.startswith("all-reduce-scatter"):
                     parsed = [dataclasses.replace(c, kind="reduce-scatter") for c in parsed]
                 elif operation.opcode.startswith("reduce-scatter"):  # counted, like the other spelling, by its input
                     parsed = [dataclasses.replace(c, bytes=c.bytes * len(c.group)) for c in parsed]
-                found += parsed
-        return found
+                channel = re.search(r"channel_id=(\d+)", operation.rest)
+                yield channel[1] if channel else None, parsed
 
     def flops(self, operation: Operation, computation: Computation) -> float:
         """FLOPs of the matrix products in an operation, those of its fused inside included."""
         if operation.opcode == "fusion":
             inner = self.computations[operation.called("calls")]
             return sum(self.flops(o, inner) for o in inner.operations.values())
+        if operation.opcode == "custom-call" and (kernel := _SPLASH.match(operation.name)):
+            operands = [computation.operations[name].results[0].shape for name in operation.operands[:4]]
+            return _splash_flops(kernel[1], *operands[1:])
         if operation.opcode not in ("dot", "convolution"):
             return 0.0
         left, right = (computation.operations[name].results[0].shape for name in operation.operands[:2])
@@ -245,7 +299,8 @@ class _Reader:
 
     def traffic(self, operation: Operation, computation: Computation) -> float:
         """Bytes that an operation reads from HBM and writes to it; of a collective, none: its links are the slower."""
-        if operation.opcode in _FREE or operation.opcode.endswith("-done") or _COLLECTIVE.match(operation.opcode):
+        free = operation.opcode in _FREE and not _is_kernel(operation)
+        if free or operation.opcode.endswith("-done") or _COLLECTIVE.match(operation.opcode):
             return 0.0
         total = 0.0
         for position, name in enumerate(operation.operands):
@@ -263,9 +318,9 @@ class _Reader:
         """How much of an operand's `full` bytes an operation reads."""
         if operation.opcode.removesuffix("-start") in _SLICES and position == 0:
             return min(full, sum(array.bytes for array in _destinations(operation)))
-        if (operation.opcode in _IN_PLACE and position == 0) or operation.opcode == "custom-call":
+        if operation.opcode in _IN_PLACE and position == 0:
             return 0.0
-        if _COLLECTIVE.match(operation.opcode):
+        if _COLLECTIVE.match(operation.opcode) or (operation.opcode == "custom-call" and not _is_kernel(operation)):
             return 0.0
         if operation.opcode == "fusion":
             inner = self.computations[operation.called("calls")]
@@ -278,11 +333,21 @@ class _Reader:
             for position, operand in enumerate(user.operands):
                 if operand != name or user.opcode == "tuple":
                     continue
-                if user.opcode in _ALIASES:
+                if self._only_renames(user, position):
                     total += self._read_inside(computation, user.name, full)
                 else:
                     total += self._read(user, position, full)
         return min(full, total)
+
+    def _only_renames(self, operation: Operation, position: int) -> bool:
+        """Whether an operation gives this operand under another shape: who reads it is decided further on."""
+        if operation.opcode != "fusion":
+            return operation.opcode in _ALIASES
+        inner = self.computations[operation.called("calls")]
+        source = inner.operations[inner.root]
+        while source.opcode in _ALIASES:
+            source = inner.operations[source.operands[0]]
+        return source is inner.parameters[position]
 
     def _written(self, operation: Operation, computation: Computation) -> list[float]:
         """Bytes that each result of an operation really writes; in-place updates write their update alone."""
@@ -291,6 +356,8 @@ class _Reader:
             return [sum(array.bytes for array in update.results)]
         if operation.opcode in ("bitcast", "reshape") and operation.operands:
             return self._written(computation.operations[operation.operands[0]], computation)
+        if _is_kernel(operation):
+            return [float(array.bytes) for array in operation.results]
         if operation.opcode in ("parameter", "custom-call") or _COLLECTIVE.match(operation.opcode):
             return [0.0] * len(operation.results)
         if operation.opcode == "tuple":
@@ -299,6 +366,23 @@ class _Reader:
             inner = self.computations[operation.called("calls")]
             return self._written(inner.operations[inner.root], inner)
         return [float(array.bytes) for array in _destinations(operation)]
+
+
+def _is_kernel(operation: Operation) -> bool:
+    return 'custom_call_target="tpu_custom_call"' in operation.rest
+
+
+def _splash_flops(part: str, mask: tuple[int, ...], q: tuple[int, ...], k: tuple[int, ...]) -> float:
+    """FLOPs of a splash attention kernel over a causal mask: products of q [..., T, H] with k [..., S, H], or of the
+    same size, in the n (n + 1) / 2 of n * n blocks that hold an allowed pair."""
+    products = {"fwd": 2, "dq": 3, "dkv": 4}[part]
+    num_blocks = mask[-1]
+    return products * 2.0 * math.prod(q) * k[-2] * (num_blocks + 1) / (2 * num_blocks)
+
+
+def _constant(operation: Operation) -> int | None:
+    number = re.match(r"(\d+)\)", operation.rest) if operation.opcode == "constant" else None
+    return int(number[1]) if number else None
 
 
 def _destinations(operation: Operation) -> tuple[Array, ...]:

@@ -116,7 +116,7 @@ def _over_chunks(with_gradients: bool, z_loss: float, chunk: int, x_BTD, weight_
     """Both sums over all chunks, and if asked for the gradients of the first: [B, T, D], and float32 [D, V]."""
     B, T, D = x_BTD.shape
     G = _num_groups(B)
-    N = math.ceil(T / max(1, (chunk or default_chunk()) * G // B))
+    N = num_chunks(B, T, chunk)
     C = math.ceil(T / N)
 
     def split(a_BT):
@@ -144,6 +144,12 @@ def _over_chunks(with_gradients: bool, z_loss: float, chunk: int, x_BTD, weight_
     sums, d_weight_GDV = carry
     d_x_BTD = jnp.moveaxis(d_x_NGRCD, 0, 2).reshape(B, N * C, D)[:, :T]
     return sums, (d_x_BTD, jnp.sum(d_weight_GDV, axis=0))
+
+
+def num_chunks(num_rows: int, length: int, chunk: int) -> int:
+    """Chunks that rows of this length are taken in, in the current mesh."""
+    tokens_per_row = (chunk or default_chunk()) * _num_groups(num_rows) // num_rows
+    return math.ceil(length / max(1, tokens_per_row))
 
 
 def default_chunk() -> int:

@@ -8,18 +8,18 @@ estimate (see `mod_jax.scaling.roofline`), never a measurement.
 import collections
 import dataclasses
 import math
-import textwrap
+import re
 from typing import Any
 
 import jax
 
-from mod_jax import config as config_lib
 from mod_jax.config import Config, ConfigError, MeshConfig
 from mod_jax.data import pipeline
 from mod_jax.models.decoder import repeating_unit
-from mod_jax.scaling import flops, program, roofline, sharding, topology
+from mod_jax.scaling import flops, planning, program, roofline, sharding, topology
 from mod_jax.scaling.collectives import token_movers
-from mod_jax.training import loop, metrics
+from mod_jax.scaling.planning import line, size
+from mod_jax.training import loop, losses, metrics
 from mod_jax.training.step import make_model
 
 BATCH_AXES = ("data", "fsdp")
@@ -33,11 +33,8 @@ def make_report(config: Config, topology_name: str) -> dict[str, Any]:
       ConfigError: the slice does not exist, libtpu is missing, the config cannot be laid out on it, or has no
         vocab_size.
     """
-    product, read_as = topology.find_product(topology_name)
+    product, read_as, devices = planning.find_slice(config, topology_name)
     vocab_size = config.model.vocab_size
-    if not vocab_size:
-        raise ConfigError("config.model.vocab_size = 0: planning reads no corpus; set it to the tokenizer's size")
-    devices = topology.devices(product)
     config, changed_mesh = with_workable_mesh(config, len(devices))
     mesh = sharding.make_mesh(config, devices)
     notes = [note for note in (read_as, changed_mesh) if note]
@@ -53,25 +50,17 @@ def make_report(config: Config, topology_name: str) -> dict[str, Any]:
 
     state_parts = [(leaf, math.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in jax.tree.leaves(state)]
     report = {
-        "topology": {
-            "name": product.name,
-            "chips": product.num_chips,
-            "devices": len(devices),
-            "kind": devices[0].device_kind,
-            "mesh": dict(mesh.shape),
-        },
-        "config": config_lib.changed_from_default(config),
-        "fingerprint": config_lib.fingerprint(config),
+        **planning.describe_inputs(config, product, devices, dict(mesh.shape)),
+        "program": "train",
         "notes": notes,
-        "layout": "".join(block.kind for block in config.blocks),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "steps": num_steps,
         "rows": config.train.batch_size,
         "seq_len": config.data.seq_len,
-        "compile": {name: getattr(compiled, name) for name in ("seconds", "cpu_seconds", "cached", "refused")},
+        "compile": planning.describe_compilation(compiled),
         "memory": {
             "available": product.chip.hbm_bytes,
-            "state": sum(leaf.dtype.itemsize * size for leaf, size in state_parts),
+            "state": sum(leaf.dtype.itemsize * length for leaf, length in state_parts),
         },
         "flops": {"model": config.train.batch_size * flops.train_flops(config, vocab_size)},
     }
@@ -115,13 +104,21 @@ def _add_measures(report: dict[str, Any], config: Config, product, mesh, params,
     }
 
     notes = report["notes"]
-    known = {len(config.blocks) // repeating_unit(config.blocks), config.train.accumulation}
+    rows = config.train.batch_size // config.train.accumulation
+    with jax.set_mesh(mesh):
+        loss_chunks = losses.num_chunks(rows, config.data.seq_len, config.train.loss_chunk)
+    known = {len(config.blocks) // repeating_unit(config.blocks), config.train.accumulation, loss_chunks}
     if step.unknown_loops:
         notes.append(f"{step.unknown_loops} loops have no constant trip count: their bodies are counted once")
     if odd := sorted(set(step.trip_counts) - known):
-        notes.append(f"loops of {odd} trips are neither the stack of blocks nor the micro-batches")
+        notes.append(f"loops of {odd} trips are neither the stack of blocks, nor micro-batches, nor chunks of the loss")
     if step.kernels:
-        notes.append(f"{step.kernels} runs of custom kernels count as no FLOPs and no bytes here")
+        notes.append(f"{step.kernels} runs of kernels that are not known here count as no FLOPs: MFU is less")
+
+
+def rows_at_a_time(config: Config, mesh_shape: dict[str, int]) -> int:
+    """Rows of a micro-batch on each device."""
+    return config.train.batch_size // config.train.accumulation // (mesh_shape["data"] * mesh_shape["fsdp"])
 
 
 def with_workable_mesh(config: Config, num_devices: int) -> tuple[Config, str]:
@@ -144,7 +141,7 @@ def with_workable_mesh(config: Config, num_devices: int) -> tuple[Config, str]:
         ways = num_devices // tensor
         mesh = MeshConfig(ways, 1, tensor) if config.mesh.fsdp == 1 else MeshConfig(1, ways, tensor)
         if not problem(mesh):
-            keys = " ".join(f"--config.mesh.{name}={size}" for name, size in dataclasses.asdict(mesh).items())
+            keys = " ".join(f"--config.mesh.{axis}={ways}" for axis, ways in dataclasses.asdict(mesh).items())
             return dataclasses.replace(
                 config, mesh=mesh
             ), f"{why}; planned instead with {keys}, to be given to train too"
@@ -156,80 +153,77 @@ def verdict(config: Config, report: dict[str, Any]) -> str:
     memory, name, mesh = report["memory"], report["topology"]["name"], report["topology"]["mesh"]
     if report["fits"]:
         tight = " (tight: evaluation needs room too)" if memory["needed"] > TIGHT * memory["available"] else ""
-        return f"FITS on {name}: {_size(memory['available'] - memory['needed'])} a chip to spare{tight}"
+        return f"FITS on {name}: {size(memory['available'] - memory['needed'])} a chip to spare{tight}"
     split = "--config.mesh.data=1 --config.mesh.fsdp=-1 (each chip now holds the whole state)"
-    rows = report["rows"] // config.train.accumulation // (mesh["data"] * mesh["fsdp"])
+    rows = rows_at_a_time(config, mesh)
     changes = [split] if mesh["data"] > 1 and memory["state"] > memory["available"] / 2 else []
     if config.model.remat != "full":
         changes.append("--config.model.remat=full")
     if rows > 1:
-        changes.append(f"--config.train.accumulation={2 * config.train.accumulation}")
+        # The compiler's complaint names what it needed, and then what there is.
+        asked = re.search(r"\((\d+\.?\d*)G\)", report["compile"]["refused"])
+        excess = (float(asked[1]) * 2**30 if asked else memory["needed"]) / memory["available"]
+        parts = min(rows, 2 ** max(1, math.ceil(math.log2(excess))))
+        changes.append(f"--config.train.accumulation={parts * config.train.accumulation}")
     if mesh["data"] > 1 and split not in changes:
         changes.append(split)
     changes.append("a larger slice")
-    why = report["compile"]["refused"] or f"{_size(memory['needed'])} of {_size(memory['available'])} a chip"
+    why = report["compile"]["refused"] or f"{size(memory['needed'])} of {size(memory['available'])} a chip"
     return f"DOES NOT FIT on {name}: {why}; try {', then '.join(changes)}"
 
 
 def describe(report: dict[str, Any]) -> str:
     """The report for a person, the verdict last."""
-    where, memory, flops, compiled = (report[name] for name in ("topology", "memory", "flops", "compile"))
-    mesh = " x ".join(f"{name} {size}" for name, size in where["mesh"].items())
-    kept = " (by an earlier run, and kept)" if compiled["cached"] else ""
+    where, memory, flops = (report[name] for name in ("topology", "memory", "flops"))
+    chips, devices = planning.count(where["chips"], "chip"), planning.count(where["devices"], "device")
+    mesh = " x ".join(f"{axis} {ways}" for axis, ways in where["mesh"].items())
     lines = [
-        f"target    {where['name']}: {where['chips']} chips, {where['devices']} devices ({where['kind']}), mesh {mesh}",
-        f"changed   {', '.join(f'{name}={value}' for name, value in report['config'].items())}",
-        f"size      {report['layout']}, {report['parameters']:,} parameters, with optimizer {_size(memory['state'])} a "
-        f"chip; a step is {report['rows']:,} rows of {report['seq_len']:,} tokens",
-        f"compiled  in {compiled['seconds']:.0f} s, {compiled['cpu_seconds']:.0f} s of CPU{kept}",
-        *(f"note      {note}" for note in report["notes"]),
+        line("target", f"{where['name']}: {chips}, {devices} ({where['kind']}), mesh {mesh}"),
+        planning.changed_line(report),
+        line(
+            "size",
+            f"{report['layout']}, {report['parameters']:,} parameters, with optimizer {size(memory['state'])} a chip; "
+            f"a step is {report['rows']:,} rows of {report['seq_len']:,} tokens",
+        ),
+        planning.compiled_line(report),
+        *(line("note", note) for note in report["notes"]),
     ]
-    if not compiled["refused"]:
+    if not report["compile"]["refused"]:
         lines += [
-            f"memory    {_size(memory['needed'])} of {_size(memory['available'])} a chip: arguments "
-            f"{_size(memory['argument'])} + temporaries {_size(memory['temp'])} + outputs {_size(memory['output'])} "
-            f"- outputs written over arguments {_size(memory['alias'])}",
-            f"flops     {flops['model']:.4g} a step by our count, nothing recomputed; {flops['compiled']:.4g} in the "
-            f"matrix products of the compiled program, every loop times its trips; the compiler's own figure, every "
-            f"loop once, is {flops['compiled_loops_once']:.4g}",
-            "moved     runs and bytes sent, per chip and step, every loop times its trips",
+            planning.memory_line(memory),
+            line(
+                "flops",
+                f"{flops['model']:.4g} a step by our count, nothing recomputed; {flops['compiled']:.4g} in the matrix "
+                "products of the compiled program, every loop times its trips; the compiler's own figure, every loop "
+                f"once, is {flops['compiled_loops_once']:.4g}",
+            ),
+            line("moved", "runs and bytes sent, per chip and step, every loop times its trips"),
             *(
-                f"          {entry['kind']:<20}{' and '.join(entry['axes']) or 'no axis':<20}"
-                f"{entry['count']:>7,} {entry['bytes'] / 2**20:>12,.1f} MiB"
+                line("", f"{entry['kind']:<20}{' and '.join(entry['axes']) or 'no axis':<20}")
+                + f"{entry['count']:>7,} {entry['bytes'] / 2**20:>12,.1f} MiB"
                 for entry in report["collectives"]
             ),
-            _routing_line(report["token_movers"], report["sorts"]),
-            _estimate_line(report),
+            line("routing", _routing(report["token_movers"], report["sorts"])),
+            line("estimate", _estimate(report)),
         ]
-    lines.append(f"verdict   {report['verdict']}")
-    return "\n".join(
-        part
-        for line in lines
-        for part in textwrap.wrap(line, 120, subsequent_indent=" " * 10, break_long_words=False, break_on_hyphens=False)
-    )
+    return planning.wrap([*lines, line("verdict", report["verdict"])])
 
 
-def _routing_line(movers: list[str], sorts: int) -> str:
+def _routing(movers: list[str], sorts: int) -> str:
     if movers:
-        return (
-            f"routing   {len(movers)} COLLECTIVES MOVE TOKENS OR SCORES between rows of the batch: {'; '.join(movers)}"
-        )
+        return f"{len(movers)} COLLECTIVES MOVE TOKENS OR SCORES between rows of the batch: {'; '.join(movers)}"
     return (
-        "routing   no collective: only weights, gradients and sums move over data and fsdp, no token, score or index; "
+        "no collective: only weights, gradients and sums move over data and fsdp, no token, score or index; "
         f"{sorts:,} sorts a step"
     )
 
 
-def _estimate_line(report: dict[str, Any]) -> str:
+def _estimate(report: dict[str, Any]) -> str:
     e, chips = report["estimate"], report["topology"]["chips"]
     low, high = (report["steps"] * e[f"seconds_{case}"] / 3600 for case in ("hidden", "exposed"))
     return (
-        f"estimate  {e['seconds_hidden']:.3g} s a step if collectives hide behind work, {e['seconds_exposed']:.3g} s "
+        f"{e['seconds_hidden']:.3g} s a step if collectives hide behind work, {e['seconds_exposed']:.3g} s "
         f"if not; MFU {e['mfu_hidden']:.0%} or {e['mfu_exposed']:.0%}; {report['steps']:,} steps in {low:.3g} to "
         f"{high:.3g} h, {low * chips:.3g} to {high * chips:.3g} chip-hours. A roofline, optimistic, not a measurement: "
         f"compute {e['compute']:.3g} s, HBM {e['hbm']:.3g} s, interconnect {e['interconnect']:.3g} s"
     )
-
-
-def _size(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.2f} MiB"

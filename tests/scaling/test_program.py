@@ -76,6 +76,104 @@ def test_a_loop_without_a_constant_trip_count_is_counted_once_and_told():
     assert step.flops == 5 * 2 * 8 * 8 * 8
 
 
+def test_a_loop_that_counts_by_twos_makes_half_the_trips():
+    """So does the compiler count where it multiplies the parts of a weight, two a trip, as they come in."""
+    by_twos = NESTED.replace(
+        "%j = s32[]{:T(128)} get-tuple-element(%p.1), index=0",
+        "%j0 = s32[] get-tuple-element(%p.1), index=0\n  %two = s32[] constant(2)\n  %j = s32[] add(%j0, %two)",
+    )
+    assert program.read_step(by_twos, MESH).trip_counts == (3, 3)  # 0, 2, 4 are below 5
+    assert program.read_step(by_twos, MESH).flops == 9 * 1024
+    theirs = by_twos.replace("inner_body", "windowed_dot_general_body")
+    assert program.read_step(theirs, MESH).trip_counts == (3,)
+    assert program.read_step(theirs, MESH).flops == 9 * 1024
+
+
+def test_splash_kernels():
+    """2 heads of 64 over 1,024 positions in blocks of 512: 3 of 4 blocks, 2 products forward, 4 for keys and values."""
+    shapes = [("s8", "1,2,2"), ("s8", "1,2,2"), *[("bf16", "2,1024,64")] * 3]
+    operands = [f"%p{i} = {dtype}[{shape}]{{2,1,0}} parameter({i})" for i, (dtype, shape) in enumerate(shapes)]
+    call = 'custom-call(%p0, %p1, %p2, %p3, %p4), custom_call_target="tpu_custom_call"'
+    one = 2 * 2 * 1024 * 64 * 1024 * 0.75
+    for name, products in (("splash_mha_fwd_residuals.1", 2), ("splash_mha_dq_x", 3), ("splash_mha_dkv_x.2", 4)):
+        step = program.read_step(entry(*operands, f"ROOT %{name} = bf16[2,1024,64]{{2,1,0}} {call}"), MESH)
+        assert (step.flops, step.kernels) == (products * one, 0)
+        assert step.hbm_bytes == 4 * (2 * 2 * 1024 * 64) + 2 * 4  # three operands, one result, two tables
+    step = program.read_step(entry(*operands, f"ROOT %mine = bf16[2,1024,64]{{2,1,0}} {call}"), MESH)
+    assert (step.flops, step.kernels) == (0, 1)
+
+
+def test_attributes_may_be_lines_of_their_own():
+    """A kernel's metadata: a line that begins with a brace and is not the end of the computation."""
+    kernel = (
+        '%k = f32[8,8]{1,0} custom-call(%y), custom_call_target="tpu_custom_call", frontend_attributes={kernel='
+        '{\n"xprof_metadata":"{}"\n}}, metadata={op_name="jit(step)/kernel"}\n  %s = f32'
+    )
+    step = program.read_step(NESTED.replace("%s = f32", kernel), MESH)
+    assert (step.kernels, step.sorts) == (3, 3)
+
+
+def test_one_trip_of_the_loop_in_place_of_the_program():
+    """The outer loop without a constant count: one all-reduce, one sort, and five trips of the loop inside."""
+    text = NESTED.replace("%three = s32[]{:T(128)} constant(3)", "%three = s32[] add(%a, %a)")
+    step = program.read_step(text, MESH, of_loop=True)
+    assert [(c.kind, times) for c, times in step.moved] == [("all-reduce", 1), ("all-gather", 5)]
+    assert step.trip_counts == (5,)
+    with pytest.raises(ValueError, match="has 0 loops without a constant trip count"):
+        program.read_step(NESTED, MESH, of_loop=True)
+
+
+# A condition inside a loop without a constant trip count: 512 FLOPs where it is true, 1,024 where it is false.
+CHOICE = """HloModule jit_decode, is_scheduled=true
+
+%more (p: (pred[], f32[8,8])) -> pred[] {
+  %p = (pred[], f32[8,8]{1,0}) parameter(0)
+  ROOT %go = pred[] get-tuple-element(%p), index=0
+}
+
+%no (q: f32[8,8]) -> f32[8,8] {
+  %q = f32[8,8]{1,0} parameter(0)
+  ROOT %d = f32[8,8]{1,0} dot(%q, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%yes (q.1: f32[8,8]) -> f32[8,8] {
+  %q.1 = f32[8,8]{1,0} parameter(0)
+  %s = f32[8,4]{1,0} slice(%q.1), slice={[0:8], [0:4]}
+  %t = f32[4,8]{1,0} slice(%q.1), slice={[0:4], [0:8]}
+  ROOT %d.1 = f32[8,8]{1,0} dot(%s, %t), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (p.1: (pred[], f32[8,8])) -> (pred[], f32[8,8]) {
+  %p.1 = (pred[], f32[8,8]{1,0}) parameter(0)
+  %b = pred[] get-tuple-element(%p.1), index=0
+  %x = f32[8,8]{1,0} get-tuple-element(%p.1), index=1
+  %y = f32[8,8]{1,0} conditional(%b, %x, %x), BRANCHES, metadata={op_name="jit(decode)/while/body/cond"}
+  ROOT %t.1 = (pred[], f32[8,8]{1,0}) tuple(%b, %y)
+}
+
+ENTRY %main (c: pred[], a: f32[8,8]) -> f32[8,8] {
+  %c = pred[] parameter(0)
+  %a = f32[8,8]{1,0} parameter(1)
+  %i = (pred[], f32[8,8]{1,0}) tuple(%c, %a)
+  %w = (pred[], f32[8,8]{1,0}) while(%i), condition=%more, body=%body, metadata={op_name="jit(decode)/while"}
+  ROOT %out = f32[8,8]{1,0} get-tuple-element(%w), index=1
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "branches", ["true_computation=%yes, false_computation=%no", "branch_computations={%no, %yes}"]
+)
+def test_odds_of_loops_and_branches(branches):
+    text = CHOICE.replace("BRANCHES", branches)
+    assert program.read_step(text, MESH).flops == 1024 + 512  # one trip, both branches
+    odds = {"jit(decode)/while": 10.0, "jit(decode)/while/body/cond": 0.25}
+    step = program.read_step(text, MESH, odds=odds.get)
+    assert step.flops == 10 * (0.75 * 1024 + 0.25 * 512)
+    assert step.unknown_loops == 0
+    assert program.read_step(text, MESH, of_loop=True, odds=odds.get).flops == step.flops / 10
+
+
 def test_what_is_not_a_program_is_refused():
     with pytest.raises(ValueError, match="no entry computation"):
         program.read_step("module @jit_step {}", MESH)
@@ -105,6 +203,16 @@ def test_an_asynchronous_collective_is_counted_once():
     )
     assert [(c.kind, c.bytes, c.axes) for c, _ in program.read_step(text, MESH).moved] == [
         ("all-gather", 256, ("fsdp",))
+    ]
+
+
+def test_an_asynchronous_collective_that_goes_on_through_a_loop_is_counted_once():
+    """The gather of the inner loop, of 15 runs, was started before the outer one."""
+    gather = next(line for line in NESTED.splitlines() if "channel_id=7" in line)
+    started = NESTED.replace("  %zero =", f"{gather.replace('%g =', '%g0 =').replace('%x', '%arg')}\n  %zero =")
+    assert [(c.kind, times) for c, times in program.read_step(started, MESH).moved] == [
+        ("all-gather", 1),
+        ("all-reduce", 3),
     ]
 
 
@@ -146,6 +254,30 @@ def test_a_slice_is_charged_for_what_it_takes_and_an_update_for_what_it_writes()
         before=fused,
     )
     assert program.read_step(text, MESH).hbm_bytes == 32 + 32
+
+
+def test_an_operand_that_is_only_renamed_on_the_way_is_read():
+    """A product whose right side, f32[8, 8], goes through a fusion that is nothing but a bitcast: 256 bytes each."""
+    fused = """
+%rename (r: f32[8,8]) -> f32[8,8] {
+  %r = f32[8,8]{1,0:T(8,128)} parameter(0)
+  ROOT %b = f32[8,8]{1,0:T(8,128)} bitcast(%r)
+}
+
+%product (p: f32[8,8], q: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0:T(8,128)} parameter(0)
+  %q = f32[8,8]{1,0:T(8,128)} parameter(1)
+  %f = f32[8,8]{1,0:T(8,128)} fusion(%q), kind=kLoop, calls=%rename
+  ROOT %c = f32[8,8]{1,0:T(8,128)} convolution(%p, %f), dim_labels=bf_io->bf
+}
+"""
+    text = entry(
+        "%x = f32[8,8]{1,0:T(8,128)S(1)} parameter(0)",
+        "%w = f32[8,8]{1,0:T(8,128)} parameter(1)",
+        "ROOT %y = f32[8,8]{1,0:T(8,128)S(1)} fusion(%x, %w), kind=kOutput, calls=%product",
+        before=fused,
+    )
+    assert program.read_step(text, MESH).hbm_bytes == 256
 
 
 @pytest.mark.parametrize(
