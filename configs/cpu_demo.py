@@ -19,7 +19,7 @@ def get_config(arg="mod"):
     if variant not in VARIANTS or rest not in ([], ["long"]):
         raise ValueError(f"configs/cpu_demo.py:{arg}: must be one of {', '.join(VARIANTS)}, optionally with :long")
     config = default_config()
-    config.model.update(width=64, num_heads=2, rope_base=500.0, **VARIANTS[variant])
+    config.model.update(width=64, num_heads=2, rope_base=500.0, scan=False, **VARIANTS[variant])
     config.data.eval_windows = 192
     config.optimizer.learning_rate = 6e-3
     config.train.update(batch_size=4, flops=4e12 if rest else 1e12, log_every=50)

@@ -48,7 +48,9 @@ class ModelConfig:
         "float32", "compute dtype; parameters, router and loss stay float32", choices=("float32", "bfloat16")
     )
     remat: str = _key("none", "what the backward pass recomputes", choices=("none", "dots", "full"), free=True)
-    scan: bool = _key(True, "scan over repetitions of the layout (compile time flat in depth)", free=True)
+    scan: bool = _key(
+        True, "scan over repetitions of the layout: compile time flat in depth, but 5-15 % slower on a CPU", free=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)

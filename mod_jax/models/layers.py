@@ -148,4 +148,6 @@ class MLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return dense(ACTIVATIONS[self.activation](dense(x_BTD, self.up_DF[...])), self.down_FD[...])
+        # The backward pass needs the activation again, not stored: that would be as much memory as the hidden values.
+        down = jax.checkpoint(lambda h, w: dense(ACTIVATIONS[self.activation](h), w), prevent_cse=False)
+        return down(dense(x_BTD, self.up_DF[...]), self.down_FD[...])
