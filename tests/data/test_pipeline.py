@@ -171,7 +171,7 @@ def test_cache_root_is_the_key_then_the_variable(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("bad_id", [-1, 257, 300])
-def test_a_token_id_outside_the_vocabulary_never_enters_a_corpus(tmp_path, monkeypatch, bad_id):
+def test_t10_a_token_id_outside_the_vocabulary_never_enters_a_corpus(tmp_path, monkeypatch, bad_id):
     monkeypatch.setattr(tokenizers.ByteTokenizer, "encode", lambda self, text: np.array([5, bad_id], np.int32))
     message = rf"text:.*texts, split train, document train/000.txt: token id {bad_id} is outside .*\[0, 257\)"
     with pytest.raises(DataError, match=message):
@@ -179,7 +179,7 @@ def test_a_token_id_outside_the_vocabulary_never_enters_a_corpus(tmp_path, monke
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_token_id_outside_the_vocabulary_never_reaches_a_batch(tmp_path):
+def test_t10_a_token_id_outside_the_vocabulary_never_reaches_a_batch(tmp_path):
     corpus = make_corpus(tmp_path, train=[b"train" * 3], validation=[b"validation" * 3])
     for split in ("train", "validation"):
         tokens = np.load(corpus.directory / f"{split}.npy")
@@ -331,7 +331,7 @@ def test_windows_are_spaced_evenly_inside_a_document(tmp_path):
     assert documents.tolist() == [d for d in range(10) for _ in range(2)]
 
 
-def test_one_large_document_cannot_decide_the_metric(tmp_path):
+def test_t21_one_large_document_cannot_decide_the_metric(tmp_path):
     # Room for windows of 4: (401 - 1) / 4 = 100 in document 0, (5 - 1) / 4 = 1 in each of the other 11.
     # A second one from document 0 would be 2 of 13 windows, more than a tenth.
     starts, documents, *bounds = windows_of(tmp_path / "a", [401] + [5] * 11, seq_len=4, num_windows=100)

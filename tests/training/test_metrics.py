@@ -288,7 +288,7 @@ def test_line_by_hand():
     assert metrics.format_line(1, 8, {"train/loss": math.nan}, PEAK) == "step 1/8  loss nan"
 
 
-def test_mfu_without_a_published_peak_carries_an_asterisk():
+def test_t17_mfu_without_a_published_peak_carries_an_asterisk():
     unknown = metrics.Peak(None, "no published peak for TPU v99", published=False)
     rates = {"perf/flops_per_second": 1e12}
     assert "MFU * (no published peak for TPU v99)" in metrics.format_line(1, 8, rates, unknown)
