@@ -1,6 +1,6 @@
 """A tiny routed model on this machine's own Python sources: does everything work?
 
-python -m mod_jax.train --config=configs/smoke.py --workdir=/tmp/mod_smoke
+python -m mod_jax.train --config=configs/smoke.py --workdir=/tmp/mod_jax_smoke
 """
 
 from mod_jax.config import default_config

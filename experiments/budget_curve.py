@@ -24,7 +24,7 @@ from mod_jax.sampling import budget, held_out
 from mod_jax.scaling import flops
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a finished run.", required=True)
-OUT = flags.DEFINE_string("out", None, "Folder for the results.", required=True)
+OUT = flags.DEFINE_string("out", None, "Folder for the results; default: WORKDIR/budget_curve.")
 CAPACITIES = flags.DEFINE_list(
     "capacities", ["0.01", "0.03", "0.06", "0.09", "0.125", "0.18", "0.25", "0.35", "0.5", "0.7", "1.0"], "Budgets."
 )
@@ -54,7 +54,7 @@ def main(_) -> None:
     lines.append(f"\n{pipeline.describe(corpus)}; step {model.step}, commit {model.metadata['commit']}")
     print("\n".join(lines))
 
-    out = pathlib.Path(OUT.value).expanduser()
+    out = pathlib.Path(OUT.value or f"{WORKDIR.value}/budget_curve").expanduser()
     out.mkdir(parents=True, exist_ok=True)
     (out / "budget_curve.json").write_text(json.dumps(points, indent=2) + "\n")
     plots.save(draw(points), out / "budget_curve.png")

@@ -19,7 +19,9 @@ CONFIG_EXIT = 2
 
 def define_config() -> flags.FlagHolder:
     """Defines --config, with every key overridable as --config.section.key=value."""
-    return config_flags.DEFINE_config_file("config", None, "Config file, with an optional argument: configs/X.py:arg")
+    holder = config_flags.DEFINE_config_file("config", None, "Config file, with an optional argument: configs/X.py:arg")
+    flags.declare_key_flag("config")
+    return holder
 
 
 def parse_flags(argv: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ exception, pages on stderr, SIGABRT. So stderr goes through a second process, th
 line instead; whatever else is written passes unchanged.
 """
 
+import codecs
 import contextlib
 import ctypes
 import hashlib
@@ -90,8 +91,9 @@ def leave(code: int) -> None:
         return
     with contextlib.suppress(RuntimeError):  # the others are well, or gone
         state.client.wait_at_barrier("mod_jax/failed", int(1000 * GOODBYE))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it is where the process was started with it closed
+            stream.flush()
     time.sleep(1 if state.process_id == 0 else 0.2)  # for the reader; and the end of process 0 ends the others
     os._exit(code)
 
@@ -100,13 +102,17 @@ def main() -> None:
     """The reader: copies stdin to stderr, but for the last words of the coordination client."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    held, ended, failed = "", False, False
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")  # what is no UTF-8 comes out as it went in
+    held, ended, failed, deadline = "", False, False, None
     while not ended:
-        ready, _, _ = select.select([0], [], [], PATIENCE if held else None)
-        chunk = os.read(0, 1 << 16).decode(errors="replace") if ready else ""
-        ended, held = bool(ready) and not chunk, held + chunk
-        found = NATIVE.search(held)
-        shown, held = (held[: found.start()], held[found.start() :]) if found and chunk else (held, "")
+        patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([0], [], [], patience)
+        read = os.read(0, 1 << 16) if ready else b""
+        ended = bool(ready) and not read
+        held += decoder.decode(read, final=ended)
+        found = None if ended or not ready else NATIVE.search(held)
+        shown, held = (held[: found.start()], held[found.start() :]) if found else (held, "")
+        deadline = (deadline or time.monotonic() + PATIENCE) if held else None
         write(shown)
         failed = failed or bool(re.search("^error: ", shown, re.MULTILINE))  # it has named its own cause
         if FATAL in held and held.endswith("\n"):
@@ -117,7 +123,9 @@ def main() -> None:
 
 
 def write(text: str) -> None:
-    os.write(2, text.encode())
+    data = text.encode(errors="surrogateescape")
+    while data:
+        data = data[os.write(2, data) :]
 
 
 def cause(words: str) -> str:

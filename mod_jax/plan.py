@@ -23,6 +23,7 @@ CONTEXT = flags.DEFINE_integer("context", None, "With --program=decode: position
 LIST = flags.DEFINE_bool("list", False, "Show the slices that can be planned for, and exit.")
 JSON = flags.DEFINE_bool("json", False, "Print the report as one JSON object.")
 CONFIG = cli.define_config()
+flags.adopt_module_key_flags(cli)  # so that --help shows them
 
 
 def main(argv: list[str]) -> int:

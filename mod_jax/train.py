@@ -14,6 +14,7 @@ EXTEND = flags.DEFINE_bool("extend", False, "Allow a changed run length when res
 PROFILE = flags.DEFINE_bool("profile", False, "Trace a few steps for xprof, into WORKDIR/profile.")
 CONFIG = cli.define_config()
 DISTRIBUTED = cli.define_distributed()
+flags.adopt_module_key_flags(cli)  # so that --help shows them
 
 
 def main(argv: list[str]) -> int:

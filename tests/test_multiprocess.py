@@ -128,10 +128,10 @@ def one_process(tmp_path_factory):
 def test_t4_two_processes_train_save_and_resume_like_one(one_process, tmp_path):
     workdir, ids = tmp_path / "run", one_process[1]
 
-    # A SIGTERM to one of the two: both save at the same step and leave.
+    # Ctrl-C in one of the two, which makes it a SIGTERM: both save at the same step and leave.
     with Processes(tmp_path / "first", workdir, CHANGES) as processes:
         processes.wait_for_a_step()
-        processes.processes[1].send_signal(signal.SIGTERM)
+        processes.processes[1].send_signal(signal.SIGINT)
         (outcome, first), (other_outcome, other_first) = processes.finish()
         assert outcome == other_outcome == "preempted"
         assert ["FRESH RUN" in output for output in processes.outputs()] == [True, False]  # one voice
@@ -382,3 +382,9 @@ def test_a_process_that_named_its_own_error_says_nothing_more():
         command, input="error: mine\n" + UNHEALTHY, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stderr == "error: mine\n"
+
+
+def test_the_reader_changes_no_byte():
+    data = "é€𝄞".encode() * 30_000 + b"\n" + bytes(range(256)) * 400  # characters split between reads, and no UTF-8
+    command = [sys.executable, "-I", distributed.__file__]
+    assert subprocess.run(command, input=data, capture_output=True, timeout=60, check=True).stderr == data

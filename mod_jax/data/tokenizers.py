@@ -196,7 +196,7 @@ def _import_tokenizers():
     try:
         import tokenizers
     except ImportError:
-        raise ConfigError("config.data.tokenizer = 'bpe:...' needs an extra: pip install mod-jax[bpe]") from None
+        raise ConfigError("config.data.tokenizer = 'bpe:...' needs an extra: pip install -e '.[bpe]'") from None
     return tokenizers
 
 
@@ -205,6 +205,6 @@ def _import_sentencepiece():
         import sentencepiece
     except ImportError:
         raise ConfigError(
-            "config.data.tokenizer = 'sentencepiece:...' needs an extra: pip install mod-jax[sentencepiece]"
+            "config.data.tokenizer = 'sentencepiece:...' needs an extra: pip install -e '.[sentencepiece]'"
         ) from None
     return sentencepiece

@@ -83,7 +83,7 @@ def next_token_sums(z_loss: float, chunk: int, x_BTD, weight_DV, targets_BT, wei
     """(cross-entropy + z_loss * squared log-normaliser, cross-entropy), each summed with the weights of the tokens.
 
     The logits of one chunk of positions exist at a time, and never for a backward pass: if a gradient is asked for, it
-    is taken while the chunk's logits are there. Only the first output can be differentiated.
+    is taken while the chunk's logits are there. Only the first output has one, for the features and for their weight.
     """
     sums, _ = _over_chunks(False, z_loss, chunk, x_BTD, weight_DV, targets_BT, weights_BT)
     return sums

@@ -180,7 +180,7 @@ def _import(package: str, extra: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ConfigError(f"config.train.tracker = {extra!r}: {error}; pip install mod-jax[{extra}]") from error
+        raise ConfigError(f"config.train.tracker = {extra!r}: {error}; pip install -e '.[{extra}]'") from error
 
 
 @dataclasses.dataclass(frozen=True)

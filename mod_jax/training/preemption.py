@@ -1,5 +1,6 @@
 """Preemption: learns that the machine is about to be taken away, so that the loop can save and leave."""
 
+import os
 import signal
 import sys
 import threading
@@ -18,8 +19,8 @@ class PreemptionGuard:
                     save and leave
 
     One process: signal handlers set a flag and say so; a second Ctrl-C ends the process at once. Under
-    `jax.distributed`, JAX already listens for SIGTERM and makes all processes agree on one step; no handler is
-    installed. Outside the main thread Python allows no handlers, and the guard never asks to stop.
+    `jax.distributed`, JAX already listens for SIGTERM and makes all processes agree on one step, so the first Ctrl-C,
+    in any of them, becomes a SIGTERM. Python allows handlers in the main thread only; elsewhere nothing stops it.
     """
 
     def __init__(self):
@@ -29,8 +30,8 @@ class PreemptionGuard:
 
     def __enter__(self):
         self._distributed = jax.distributed.is_initialized()
-        if not self._distributed and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT,) if self._distributed else (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._receive)
         return self
 
@@ -52,4 +53,6 @@ class PreemptionGuard:
             # The default action, not Python's: a KeyboardInterrupt inside a compilation ends in a crash.
             signal.signal(number, signal.SIG_DFL)
             message += "; Ctrl-C again quits at once, without saving"
+            if self._distributed:
+                os.kill(os.getpid(), signal.SIGTERM)
         print(message, file=sys.stderr, flush=True)

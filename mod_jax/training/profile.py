@@ -61,7 +61,13 @@ class Profiler:
             return
         if not self._open:
             jax.block_until_ready(jax.live_arrays())  # earlier steps may still be running
-            jax.profiler.start_trace(self._folder)
+            try:
+                jax.profiler.start_trace(self._folder)
+            except (RuntimeError, OSError) as error:  # somebody else is tracing, for example
+                _say(f"WARNING profile: not started: {' '.join(str(error).split())}")
+                self._enabled = False
+                yield
+                return
             self._open = True
         self._traced.append(step)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
@@ -80,7 +86,8 @@ class Profiler:
         except (RuntimeError, OSError) as error:
             _say(f"WARNING profile: not written to {self._folder}: {' '.join(str(error).split())}")
             return
-        steps = f"steps {self._traced[0]} to {self._traced[-1]}"
+        first, last = self._traced[0], self._traced[-1]
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
         _say(f"profile of {steps} in {self._folder}; to see it: pip install xprof; xprof --logdir={self._folder}")
 
 
