@@ -84,7 +84,7 @@ ACCEPTED = {
     "plain": DRY,
     "edited": [
         *DRY,
-        "--noconfig.model.scan",
+        "--config.model.tie_embedding=True",
         "--config.model.qk_norm=False",
         "--config.model.depth=4",
         "--config.routing.capacity=(0.5,0.25)",
@@ -143,7 +143,7 @@ def test_a_dry_run_prints_size_and_cost_and_trains_nothing(results, name):
 
 def test_overrides_arrive(results):
     plain, edited = (results[0][f"accepted {name}"][1] for name in ("plain", "edited"))
-    for text in ("model.scan=False", "model.qk_norm=False", "model.depth=4", "routing.capacity=(0.5, 0.25)"):
+    for text in ("model.tie_embedding=True", "model.qk_norm=False", "model.depth=4", "routing.capacity=(0.5, 0.25)"):
         assert text in edited
         assert text not in plain
 
