@@ -85,7 +85,7 @@ ACCEPTED = {
     "edited": [
         *DRY,
         "--config.model.tie_embedding=True",
-        "--config.model.qk_norm=False",
+        "--noconfig.model.qk_norm",
         "--config.model.depth=4",
         "--config.routing.capacity=(0.5,0.25)",
     ],
