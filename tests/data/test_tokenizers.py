@@ -142,5 +142,5 @@ def test_a_missing_library_is_named_in_one_line(kind, tmp_path, monkeypatch):
     (tmp_path / "x.model").touch()
     library = "tokenizers" if kind.startswith("bpe") else "sentencepiece"
     monkeypatch.setitem(sys.modules, library, None)  # makes its import fail
-    with pytest.raises(ConfigError, match=r"pip install mod-jax\[(bpe|sentencepiece)\]$"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[(bpe|sentencepiece)\]'$"):
         tokenizers.identity(kind.format(tmp=tmp_path))

@@ -95,7 +95,7 @@ def test_only_process_0_writes(tmp_path, monkeypatch):
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
 def test_missing_tracker_package_says_what_to_install(tmp_path, monkeypatch, tracker):
     monkeypatch.setitem(sys.modules, "tensorboardX" if tracker == "tensorboard" else tracker, None)
-    with pytest.raises(ConfigError, match=rf"train\.tracker = '{tracker}'.*pip install mod-jax\[{tracker}\]"):
+    with pytest.raises(ConfigError, match=rf"train\.tracker = '{tracker}'.*pip install -e '\.\[{tracker}\]'"):
         metrics.MetricWriter(tmp_path, tracker=tracker)
 
 
