@@ -74,25 +74,9 @@ class Decoder(nnx.Module):
         self.dtype = jnp.dtype(model.dtype)
         self.scan, self.remat = model.scan, model.remat
 
-    def __call__(
-        self,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array | None = None,
-        segments_BT: jax.Array | None = None,
-        *,
-        selection: str = "topk",
-        cutoffs_L: jax.Array | None = None,
-        row_keys_B: jax.Array | None = None,
-    ) -> ModelOutput:
-        """Logits for the next token at every position; for the arguments see `features`."""
-        x_BTD, routing = self.features(
-            tokens_BT,
-            positions_BT,
-            segments_BT,
-            selection=selection,
-            cutoffs_L=cutoffs_L,
-            row_keys_B=row_keys_B,
-        )
+    def __call__(self, *args, **kwargs) -> ModelOutput:
+        """Logits for the next token at every position; arguments as for `features`."""
+        x_BTD, routing = self.features(*args, **kwargs)
         return ModelOutput(self.embedder.logits(x_BTD), routing)
 
     def features(
