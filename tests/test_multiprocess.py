@@ -48,8 +48,20 @@ def free_port():
         return probe.getsockname()[1]
 
 
-class Processes:
-    """The processes of one run, each with its share of eight devices. On leaving the block none is left running."""
+class NoneLeft:
+    """On leaving the block, none of `self.processes` is left running."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+class Processes(NoneLeft):
+    """The processes of one run, each with its share of eight devices."""
 
     def __init__(self, folder, workdir, changes, num_processes=2):
         port = free_port()
@@ -66,14 +78,6 @@ class Processes:
                 self.processes.append(
                     subprocess.Popen(command + arguments, cwd=ROOT, env=environment, stdout=file, stderr=file)
                 )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info):
-        for process in self.processes:
-            process.kill()
-            process.wait()
 
     def wait_for_a_step(self):
         """Until both have loaded a batch."""
@@ -153,7 +157,7 @@ def test_t4_two_processes_train_save_and_resume_like_one(one_process, tmp_path):
     assert loop.train(make_config(**CHANGES | {"train.steps": 7}), workdir, extend=True) is Outcome.DONE
 
 
-class Commands:
+class Commands(NoneLeft):
     """`python -m mod_jax.train --distributed` as often as told, on one port and, unless told otherwise, one workdir."""
 
     def __init__(self, folder, steps=100_000):
@@ -163,14 +167,6 @@ class Commands:
         self.flags = ["--config=configs/smoke.py", "--distributed", f"--coordinator_address=localhost:{self.port}"]
         self.flags += ["--num_processes=2", f"--workdir={folder / 'run'}"]
         self.flags += [f"--config.{name}={value}" for name, value in changes.items()]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info):
-        for process in self.processes:
-            process.kill()
-            process.wait()
 
     def start(self, process_id, *flags, root=ROOT, initialization_timeout=60):
         number = len(self.processes)
