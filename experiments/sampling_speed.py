@@ -23,7 +23,7 @@ import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 
-from mod_jax import sampling
+from mod_jax import host, sampling
 from mod_jax.config import make_config
 from mod_jax.data.tokenizers import ByteTokenizer
 from mod_jax.sampling import budget, cache, causal
@@ -49,6 +49,7 @@ class Timed(NamedTuple):
 
 
 def main(_) -> None:
+    host.prepare_cpu()
     logging.set_verbosity(logging.ERROR)
     routed, capacity_L = routed_model()
     dense = untrained(dataclasses.replace(routed.config, model=dataclasses.replace(routed.config.model, layout="F")))

@@ -1,6 +1,5 @@
 """What the command lines share: `--config=file.py:arg --config.key=value`, one-line errors, and exit codes."""
 
-import os
 import re
 import sys
 import traceback
@@ -11,7 +10,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from mod_jax import config as config_lib
-from mod_jax import distributed
+from mod_jax import distributed, host
 from mod_jax.config import Config, ConfigError
 
 CONFIG_EXIT = 2
@@ -26,24 +25,12 @@ def define_config() -> flags.FlagHolder:
 
 def parse_flags(argv: list[str]) -> list[str]:
     """For `app.run(flags_parser=...)`: whatever is wrong with the flags is one line and exit code 2, no traceback."""
-    spare_cpu_threads()
+    host.prepare_cpu()
     try:
         return flags.FLAGS(argv)
     except Exception as error:  # a config file may raise anything
         print(f"error: {_flag_error(argv, error)}", file=sys.stderr)
         sys.exit(CONFIG_EXIT)
-
-
-def spare_cpu_threads() -> None:
-    """Gives XLA two threads for each virtual device of a CPU. Call before anything touches a device.
-
-    XLA runs those devices, and launches their next program, on one pool of max(cores, devices) threads. On a machine
-    with fewer cores than devices a collective can then wait for a device that finds no thread. PJRT_NPROC is the
-    number of threads; a value that is set already is kept.
-    """
-    counts = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    if counts and int(counts[-1]) > 1:
-        os.environ.setdefault("PJRT_NPROC", str(max(2 * int(counts[-1]), os.cpu_count() or 1)))
 
 
 def refuse_arguments(argv: list[str]) -> None:

@@ -25,10 +25,10 @@ import jax
 import pytest
 from tiny import TINY
 
-from mod_jax.cli import spare_cpu_threads
+from mod_jax import host
 from mod_jax.config import Config, make_config
 
-spare_cpu_threads()
+host.prepare_cpu()
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

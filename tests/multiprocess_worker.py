@@ -11,14 +11,14 @@ import sys
 
 import jax
 
-from mod_jax import cli
+from mod_jax import host
 
 SECONDS = 300  # after this, say where every thread is, and leave
 
 
 def main() -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
-    cli.spare_cpu_threads()
+    host.prepare_cpu()
     port, num_processes, process_id, workdir, changes, record = sys.argv[1:]
     jax.distributed.initialize(f"localhost:{port}", int(num_processes), int(process_id))
 

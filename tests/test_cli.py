@@ -1,7 +1,6 @@
 """The command line as a person meets it: one readable line and the right exit code for every slip."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -174,21 +173,3 @@ def test_exit_codes(error, code, capsys):
     assert "error: what happened" in stderr
     assert ("Traceback" in stderr) == (code == 1)  # an unknown failure shows where it came from
     assert cli.exit_code(lambda: None) == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "before", "after"),
-    [
-        ("--xla_force_host_platform_device_count=64 --xla_cpu_enable_fast_math=false", None, 128),
-        ("--xla_force_host_platform_device_count=64", "3", 3),
-        ("--xla_force_host_platform_device_count=1", None, None),
-        ("", None, None),
-    ],
-)
-def test_virtual_devices_get_two_threads_each(monkeypatch, flags, before, after):
-    monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setenv("PJRT_NPROC", before or "")
-    if before is None:
-        monkeypatch.delenv("PJRT_NPROC")
-    cli.spare_cpu_threads()
-    assert os.environ.get("PJRT_NPROC") == (after and str(after))
