@@ -21,8 +21,8 @@ from absl import app, flags
 from flax import nnx
 
 from mod_jax import config as config_lib
-from mod_jax import routing
-from mod_jax.models.blocks import FullBlock, RoutedBlock, Stream
+from mod_jax import host, routing
+from mod_jax.models.blocks import FullBlock, RoutedBlock, make_stream
 from mod_jax.scaling import flops
 from mod_jax.training.metrics import measure_matmul_peak
 from mod_jax.training.step import MODEL_INPUTS, init_state, make_model, make_train_step
@@ -40,6 +40,7 @@ ROUTED = {"routing.predictor": False}
 
 
 def main(_) -> None:
+    host.prepare_cpu()
     size = f"D {WIDTH.value}, L {DEPTH.value}, T {SEQ_LEN.value}, B {BATCH.value}, V {VOCAB.value}"
     peak = measure_matmul_peak().flops
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, matmul {peak / 1e9:.0f} GFLOP/s; {size}")
@@ -120,8 +121,8 @@ def step_program(config: config_lib.Config):
 def block_table(peak: float) -> None:
     """One block, forward and backward: full, routed, and the same block on C tokens."""
     config = make_config(**ROUTED)
-    T, B, D = SEQ_LEN.value, BATCH.value, WIDTH.value
-    full = interleave({"full": block_program(FullBlock(config.model, nnx.Rngs(params=0)), B, T, D)})["full"]
+    T, B = SEQ_LEN.value, BATCH.value
+    full = interleave({"full": block_program(FullBlock(config.model, nnx.Rngs(params=0)), config.model, B, T)})["full"]
     full_flops = sum(flops.block_flops(config, T))
 
     def mfu(count, times):
@@ -135,7 +136,8 @@ def block_table(peak: float) -> None:
         count = routing.tokens_kept(T, capacity)
         block = RoutedBlock(config, capacity, nnx.Rngs(params=0))
         # Apart from the full block: a short program right after a long one pays for cold caches.
-        pair = {"routed": block_program(block, B, T, D), "ideal": block_program(block.block, B, count, D)}
+        ideal_program = block_program(block.block, config.model, B, count)
+        pair = {"routed": block_program(block, config.model, B, T), "ideal": ideal_program}
         routed, ideal = interleave(pair).values()
         routed_flops = sum(flops.block_flops(config, count))
         flop_ratio = routed_flops / full_flops
@@ -147,12 +149,12 @@ def block_table(peak: float) -> None:
         )
 
 
-def block_program(block, B: int, T: int, D: int):
+def block_program(block, config: config_lib.ModelConfig, B: int, T: int):
     graphdef, params = nnx.split(block)
     params = nnx.to_pure_dict(params)
-    x_BTD = jax.random.normal(jax.random.key(1), (B, T, D))
+    x_BTD = jax.random.normal(jax.random.key(1), (B, T, config.width))
     positions = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
-    stream = Stream(positions, jnp.ones_like(positions))
+    stream = make_stream(positions, jnp.ones_like(positions), config.head_dim, config.rope_base)
 
     def loss(params, x_BTD):
         out = nnx.merge(graphdef, nnx.State(params))(x_BTD, stream)
@@ -188,9 +190,10 @@ def peers_table(_) -> None:
         print(f"\npeers: skipped ({error})")
         return
     config = make_config(**ROUTED)
-    T, B, D = SEQ_LEN.value, BATCH.value, WIDTH.value
+    T, B = SEQ_LEN.value, BATCH.value
     routed = RoutedBlock(config, config.routing.capacity, nnx.Rngs(params=0))
-    ours = {"full": block_program(routed.block, B, T, D), "routed": block_program(routed, B, T, D)}
+    blocks = {"full": routed.block, "routed": routed}
+    ours = {name: block_program(block, config.model, B, T) for name, block in blocks.items()}
     theirs = torch_programs(config, B, T)
     print("\n| block, forward + backward | ours | PyTorch | ours / PyTorch |")
     print("|---|---|---|---|")

@@ -11,7 +11,7 @@ from flax import nnx
 
 from mod_jax.config import ModelConfig
 from mod_jax.models import splash
-from mod_jax.models.layers import RMSNorm, dense, normal, param, platform, rotate
+from mod_jax.models.layers import RMSNorm, Rotation, dense, normal, param, platform, rotate
 
 MIN_CHUNK = 128
 MAX_CHUNKS = 8
@@ -90,14 +90,13 @@ class Attention(nnx.Module):
         self.o_NHD = param(rngs, (N, H, D), ("heads", None, "embed"), normal((2 * config.depth * N * H) ** -0.5))
         self.q_norm = RMSNorm(H, rngs) if config.qk_norm else None
         self.k_norm = RMSNorm(H, rngs) if config.qk_norm else None
-        self.rope_base = config.rope_base
 
-    def project(self, x_BTD: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, N, H], keys and values [B, K, T, H] (the cache's layout), rotated by `positions_BT`."""
+    def project(self, x_BTD: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, T, N, H], keys and values [B, K, T, H] (the cache's layout)."""
         q, k, v = (dense(x_BTD, w[...]) for w in (self.q_DNH, self.k_DKH, self.v_DKH))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, positions_BT, self.rope_base), rotate(k, positions_BT, self.rope_base)
+        q, k = rotate(q, rotation), rotate(k, rotation)
         return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
     def combine(self, out_BTNH: jax.Array) -> jax.Array:
@@ -105,7 +104,9 @@ class Attention(nnx.Module):
         B, T, N, H = out_BTNH.shape
         return dense(out_BTNH.reshape(B, T, N * H), self.o_NHD[...].reshape(N * H, -1))
 
-    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
-        q, k, v = self.project(x_BTD, positions_BT)
+    def __call__(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array, rotation: Rotation
+    ) -> jax.Array:
+        q, k, v = self.project(x_BTD, rotation)
         out = attend(q, k, v, positions_BT, positions_BT, segments_BT, segments_BT, same_tokens=True)
         return self.combine(out)

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mod_jax import routing
 from mod_jax.config import Config, ModelConfig
 from mod_jax.models.attention import Attention
-from mod_jax.models.layers import MLP, RMSNorm, inverse_rms, normal, param
+from mod_jax.models.layers import MLP, RMSNorm, Rotation, inverse_rms, normal, param, rotation
 
 CAUSAL_SELECTIONS = ("router", "predictor", "threshold")
 SELECTIONS = ("topk", *CAUSAL_SELECTIONS)
@@ -28,10 +28,15 @@ ROUTING_INDICES = "routing_indices"
 
 
 class Stream(NamedTuple):
-    """What stays with each token through the stack: its original position, and its segment (0 = padding)."""
+    """What stays with each token through the stack: its original position, its segment (0 = padding), its rotation."""
 
     positions_BT: jax.Array
     segments_BT: jax.Array
+    rotation: Rotation
+
+
+def make_stream(positions_BT: jax.Array, segments_BT: jax.Array, head_dim: int, rope_base: float) -> Stream:
+    return Stream(positions_BT, segments_BT, rotation(positions_BT, head_dim, rope_base))
 
 
 class RoutingRecord(NamedTuple):
@@ -166,8 +171,9 @@ class RoutedBlock(nnx.Module):
 
         # An empty slot (padding, or a token that was not chosen) gets segment 0: nobody attends to it.
         x_BCD = gather(x_BTD, idx_BC)
-        segments_BC = jnp.where(live_BC, gather(stream.segments_BT, idx_BC), 0)
-        update_BCD = self.block.update(x_BCD, Stream(gather(stream.positions_BT, idx_BC), segments_BC))
+        stream_BC = jax.tree.map(lambda a: gather(a, idx_BC), stream)
+        stream_BC = stream_BC._replace(segments_BT=jnp.where(live_BC, stream_BC.segments_BT, 0))
+        update_BCD = self.block.update(x_BCD, stream_BC)
         gate_BT = self.gate(scores_BT, stream)
         gated_BCD = gather(gate_BT, idx_BC)[..., None] * update_BCD.astype(jnp.float32)
         # x + -0.0 is x bit for bit; x + 0.0 would turn -0.0 into 0.0.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mod_jax.config import BlockSpec, Config
-from mod_jax.models.blocks import ROUTING_INDICES, FullBlock, RoutedBlock, RoutingRecord, Stream
+from mod_jax.models.blocks import ROUTING_INDICES, FullBlock, RoutedBlock, RoutingRecord, Stream, make_stream
 from mod_jax.models.layers import Embedder, RMSNorm, constrain
 
 
@@ -72,6 +72,7 @@ class Decoder(nnx.Module):
         self.routed_per_unit = sum(spec.kind == "R" for spec in config.blocks[:unit])
         self.num_routed = config.num_routed
         self.dtype = jnp.dtype(model.dtype)
+        self.head_dim, self.rope_base = model.head_dim, model.rope_base
         self.scan, self.remat = model.scan, model.remat
 
     def __call__(self, *args, **kwargs) -> ModelOutput:
@@ -107,7 +108,7 @@ class Decoder(nnx.Module):
         if selection == "threshold" and cutoffs_L is None and self.num_routed:
             raise ValueError("selection = 'threshold' needs cutoffs_L, one cut-off per routed block")
         cutoffs_L = jnp.zeros(self.num_routed) if cutoffs_L is None else cutoffs_L
-        stream = Stream(positions_BT, segments_BT)
+        stream = make_stream(positions_BT, segments_BT, self.head_dim, self.rope_base)
 
         def run(x_BTD, group_inputs):
             group, cutoffs, index = group_inputs

@@ -7,6 +7,7 @@ over. Parameters are float32; modules compute in the dtype of their input.
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,12 +86,24 @@ def inverse_rms(x: jax.Array) -> jax.Array:
     return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1) + 1e-6)
 
 
-def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, base: float) -> jax.Array:
-    """Rotary position encoding (Su et al. 2021) by ORIGINAL positions, whatever slots the tokens sit in."""
-    half = x_BTNH.shape[-1] // 2
+class Rotation(NamedTuple):
+    """Sines and cosines of the rotary angles of each token (Su et al. 2021), float32 [B, T, H / 2]."""
+
+    sin_BTH: jax.Array
+    cos_BTH: jax.Array
+
+
+def rotation(positions_BT: jax.Array, head_dim: int, base: float) -> Rotation:
+    """By ORIGINAL positions, whatever slots the tokens sit in. Made once for all blocks: sines are dear."""
+    half = head_dim // 2
     frequencies_H = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles_BT1H = positions_BT[..., None, None].astype(jnp.float32) * frequencies_H[None, None, None]
-    sin, cos = jnp.sin(angles_BT1H), jnp.cos(angles_BT1H)
+    angles_BTH = positions_BT[..., None].astype(jnp.float32) * frequencies_H[None, None]
+    return Rotation(jnp.sin(angles_BTH), jnp.cos(angles_BTH))
+
+
+def rotate(x_BTNH: jax.Array, by: Rotation) -> jax.Array:
+    """Rotates the pairs (h, h + H / 2) of every head."""
+    sin, cos = by.sin_BTH[:, :, None], by.cos_BTH[:, :, None]
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from mod_jax import routing
 from mod_jax.config import ConfigError
 from mod_jax.models.attention import attend
-from mod_jax.models.blocks import FullBlock, RoutedBlock, Stream, decide
+from mod_jax.models.blocks import FullBlock, RoutedBlock, Stream, decide, make_stream
 from mod_jax.models.decoder import Decoder, unstack
 from mod_jax.models.layers import Embedder, RMSNorm
 from mod_jax.sampling.cache import Cache, FullCache, RoutedCache, append, append_many
@@ -33,6 +33,12 @@ class Layers:
     blocks: tuple[FullBlock | RoutedBlock, ...]
     final_norm: RMSNorm
     dtype: jnp.dtype = dataclasses.field(metadata=dict(static=True))
+    head_dim: int = dataclasses.field(metadata=dict(static=True))
+    rope_base: float = dataclasses.field(metadata=dict(static=True))
+
+    def stream(self, positions_BT: jax.Array, live_BT: jax.Array) -> Stream:
+        """One document per row; what is not live is padding."""
+        return make_stream(positions_BT, live_BT.astype(jnp.int32), self.head_dim, self.rope_base)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V] from the residual stream behind the last block."""
@@ -54,7 +60,7 @@ def split_layers(decoder: Decoder) -> Layers:
     for block in blocks:
         if isinstance(block, RoutedBlock) and block.router.kind == "stochastic":
             raise ConfigError("routing.score = 'stochastic' is a control for training: there is nothing to sample with")
-    return Layers(decoder.embedder, blocks, decoder.final_norm, decoder.dtype)
+    return Layers(decoder.embedder, blocks, decoder.final_norm, decoder.dtype, decoder.head_dim, decoder.rope_base)
 
 
 def prefill(
@@ -82,17 +88,17 @@ def prefill(
     idx_BT = jax.vmap(routing.pack_selected, (0, None))(valid_BT, T)
     tokens_BT = jax.vmap(_take)(tokens_BT, idx_BT)
     positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
-    live_BT = idx_BT < T
+    stream = layers.stream(positions_BT, idx_BT < T)
 
     def full(block, x_BTD, block_cache):
         def write(k_BKTH, v_BKTH):
             new = FullCache(block_cache.k_BKSH.at[:, :, :T].set(k_BKTH), block_cache.v_BKSH.at[:, :, :T].set(v_BKTH))
             return k_BKTH, v_BKTH, positions_BT, new
 
-        return _update(block, x_BTD, positions_BT, write, same_tokens=True)
+        return _update(block, x_BTD, stream, write, same_tokens=True)
 
-    routed = _routed_over_tokens(positions_BT, kept_L)
-    return _run(layers, tokens_BT, positions_BT, live_BT, cache, selection, cutoffs_L, full, routed)
+    routed = _routed_over_tokens(stream, kept_L)
+    return _run(layers, tokens_BT, stream, cache, selection, cutoffs_L, full, routed)
 
 
 def extend(
@@ -106,8 +112,9 @@ def extend(
     kept_L: tuple[int, ...],
 ) -> Output:
     """Runs a few consecutive tokens of each row behind what its cache holds. Tokens that are not live touch nothing."""
-    full, routed = _full_over_cache(positions_BT, live_BT), _routed_over_tokens(positions_BT, kept_L)
-    return _run(layers, tokens_BT, positions_BT, live_BT, cache, selection, cutoffs_L, full, routed)
+    stream = layers.stream(positions_BT, live_BT)
+    full, routed = _full_over_cache(stream), _routed_over_tokens(stream, kept_L)
+    return _run(layers, tokens_BT, stream, cache, selection, cutoffs_L, full, routed)
 
 
 def decode_step(
@@ -127,15 +134,14 @@ def decode_step(
       live_B: False for rows that are finished.
       rows_L: R of each routed block, rows per pass (see `rows_per_pass`).
     """
-    positions_B1, live_B1 = positions_B[:, None], live_B[:, None]
-    full = _full_over_cache(positions_B1, live_B1)
+    stream = layers.stream(positions_B[:, None], live_B[:, None])
 
     def routed(block, x_B1D, block_cache, chosen):
         if tokens_B.shape[0] == 1:
-            return _run_one_row(block, x_B1D, positions_B1, block_cache, chosen)
-        return _run_rows(block, x_B1D, positions_B1, block_cache, chosen, rows_L[chosen.index])
+            return _run_one_row(block, x_B1D, stream, block_cache, chosen)
+        return _run_rows(block, x_B1D, stream, block_cache, chosen, rows_L[chosen.index])
 
-    return _run(layers, tokens_B[:, None], positions_B1, live_B1, cache, selection, cutoffs_L, full, routed)
+    return _run(layers, tokens_B[:, None], stream, cache, selection, cutoffs_L, _full_over_cache(stream), routed)
 
 
 class _Chosen(NamedTuple):
@@ -147,10 +153,9 @@ class _Chosen(NamedTuple):
 
 
 def _run(
-    layers: Layers, tokens_BT, positions_BT, live_BT, cache: Cache, selection: str, cutoffs_L, full: Callable, routed
+    layers: Layers, tokens_BT, stream: Stream, cache: Cache, selection: str, cutoffs_L, full: Callable, routed: Callable
 ) -> Output:
-    """Embeds, then runs each block by `full` (giving its update) or `routed` (giving the new stream)."""
-    stream = Stream(positions_BT, live_BT.astype(jnp.int32))
+    """Embeds, then runs each block by `full` (giving its update) or `routed` (giving the new residual stream)."""
     x_BTD = layers.embedder.embed(tokens_BT, layers.dtype)
     new_cache, selected = [], []
     for depth, (block, block_cache) in enumerate(zip(layers.blocks, cache, strict=True)):
@@ -165,18 +170,19 @@ def _run(
                     )
                 scores_BT, predictor_logits_BT = block.score(x_BTD, stream)
                 decided_BT = decide(selection, scores_BT, predictor_logits_BT, cutoffs_L[len(selected)])
-                chosen = _Chosen(len(selected), live_BT & decided_BT, block.gate(scores_BT, stream))
+                selected_BT = (stream.segments_BT > 0) & decided_BT
+                chosen = _Chosen(len(selected), selected_BT, block.gate(scores_BT, stream))
                 x_BTD, block_cache = routed(block, x_BTD, block_cache, chosen)
-                selected.append(chosen.selected_BT)
+                selected.append(selected_BT)
         new_cache.append(block_cache)
     return Output(x_BTD, tuple(new_cache), jnp.stack(selected) if selected else jnp.zeros((0, *tokens_BT.shape), bool))
 
 
-def _update(block: FullBlock, x_BTD, positions_BT, write: Callable, same_tokens: bool = False):
+def _update(block: FullBlock, x_BTD, stream: Stream, write: Callable, same_tokens: bool = False):
     """(the block's update of x, new cache). `write(k, v)` stores both; gives keys, values, positions to attend to."""
-    q, k, v = block.attention.project(block.attention_norm(x_BTD), positions_BT)
+    q, k, v = block.attention.project(block.attention_norm(x_BTD), stream.rotation)
     *seen, cache = write(k, v)
-    return _attend_and_mlp(block, x_BTD, q, positions_BT, *seen, same_tokens=same_tokens), cache
+    return _attend_and_mlp(block, x_BTD, q, stream.positions_BT, *seen, same_tokens=same_tokens), cache
 
 
 def _attend_and_mlp(block: FullBlock, x_BTD, q, positions_BT, k_BKSH, v_BKSH, kv_positions_BS, same_tokens=False):
@@ -185,14 +191,14 @@ def _attend_and_mlp(block: FullBlock, x_BTD, q, positions_BT, k_BKSH, v_BKSH, kv
     return block.with_mlp(x_BTD, block.attention.combine(out))
 
 
-def _full_over_cache(positions_BT, live_BT) -> Callable:
+def _full_over_cache(stream: Stream) -> Callable:
     """Runs a full block on new tokens over its cache, where slot = position."""
 
     def full(block, x_BTD, cache: FullCache):
         B, _, S, _ = cache.k_BKSH.shape
 
         def write(k_BKTH, v_BKTH):
-            slots_BT = jnp.where(live_BT, positions_BT, S)  # out of bounds: dropped
+            slots_BT = jnp.where(stream.segments_BT > 0, stream.positions_BT, S)  # out of bounds: dropped
             k_BKSH, v_BKSH = (
                 jax.vmap(lambda old_KSH, new_KTH, slots_T: old_KSH.at[:, slots_T].set(new_KTH, mode="drop"))(
                     old, new, slots_BT
@@ -202,14 +208,14 @@ def _full_over_cache(positions_BT, live_BT) -> Callable:
             kv_positions_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None], (B, S))
             return k_BKSH, v_BKSH, kv_positions_BS, FullCache(k_BKSH, v_BKSH)
 
-        return _update(block, x_BTD, positions_BT, write)
+        return _update(block, x_BTD, stream, write)
 
     return full
 
 
-def _routed_over_tokens(positions_BT, kept_L: tuple[int, ...]) -> Callable:
+def _routed_over_tokens(stream: Stream, kept_L: tuple[int, ...]) -> Callable:
     """Runs a routed block on each row's selected tokens, C per row and pass, earlier tokens first."""
-    T = positions_BT.shape[1]
+    T = stream.positions_BT.shape[1]
 
     def routed(routed_block, x_BTD, cache: RoutedCache, chosen: _Chosen):
         num_kept = min(kept_L[chosen.index], T)
@@ -217,13 +223,15 @@ def _routed_over_tokens(positions_BT, kept_L: tuple[int, ...]) -> Callable:
         def one_pass(carry):
             x_BTD, cache, left_BT = carry
             idx_BC = jax.vmap(routing.pack_selected, (0, None))(left_BT, num_kept)
-            x_BCD, positions_BC, gate_BC = (jax.vmap(_take)(a, idx_BC) for a in (x_BTD, positions_BT, chosen.gate_BT))
+            x_BCD, stream_BC, gate_BC = jax.tree.map(
+                lambda a: jax.vmap(_take)(a, idx_BC), (x_BTD, stream, chosen.gate_BT)
+            )
 
             def write(k_BKCH, v_BKCH):
-                new = append_many(cache, k_BKCH, v_BKCH, positions_BC, idx_BC < T)
+                new = append_many(cache, k_BKCH, v_BKCH, stream_BC.positions_BT, idx_BC < T)
                 return new.k_BKSH, new.v_BKSH, new.positions_BS, new
 
-            update_BCD, cache = _update(routed_block.block, x_BCD, positions_BC, write)
+            update_BCD, cache = _update(routed_block.block, x_BCD, stream_BC, write)
             x_BTD = jax.vmap(_add)(x_BTD, idx_BC, _gated(gate_BC, update_BCD))
             return x_BTD, cache, jax.vmap(_clear)(left_BT, idx_BC)
 
@@ -234,20 +242,20 @@ def _routed_over_tokens(positions_BT, kept_L: tuple[int, ...]) -> Callable:
     return routed
 
 
-def _run_rows(routed_block: RoutedBlock, x_B1D, positions_B1, cache: RoutedCache, chosen: _Chosen, num_rows: int):
+def _run_rows(routed_block: RoutedBlock, x_B1D, stream: Stream, cache: RoutedCache, chosen: _Chosen, num_rows: int):
     """A routed block on the rows that selected their token, `num_rows` per pass."""
 
     def one_pass(carry):
         x_B1D, cache, left_B = carry
         rows_R = routing.pack_selected(left_B, num_rows)
-        x_R1D, positions_R1, gate_R1 = (_take(a, rows_R) for a in (x_B1D, positions_B1, chosen.gate_BT))
+        x_R1D, stream_R1, gate_R1 = jax.tree.map(lambda a: _take(a, rows_R), (x_B1D, stream, chosen.gate_BT))
 
         def write(k_RK1H, v_RK1H):
-            new = append(cache, rows_R, k_RK1H[:, :, 0], v_RK1H[:, :, 0], positions_R1[:, 0])
+            new = append(cache, rows_R, k_RK1H[:, :, 0], v_RK1H[:, :, 0], stream_R1.positions_BT[:, 0])
             read = jax.tree.map(lambda a: a.at[rows_R].get(mode="clip"), new)
             return read.k_BKSH, read.v_BKSH, read.positions_BS, new
 
-        update_R1D, cache = _update(routed_block.block, x_R1D, positions_R1, write)
+        update_R1D, cache = _update(routed_block.block, x_R1D, stream_R1, write)
         return _add(x_B1D, rows_R, _gated(gate_R1, update_R1D)), cache, _clear(left_B, rows_R)
 
     carry = (x_B1D, cache, chosen.selected_BT[:, 0])
@@ -255,24 +263,24 @@ def _run_rows(routed_block: RoutedBlock, x_B1D, positions_B1, cache: RoutedCache
     return x_B1D, cache
 
 
-def _run_one_row(routed_block: RoutedBlock, x_11D, positions_11, cache: RoutedCache, chosen: _Chosen):
+def _run_one_row(routed_block: RoutedBlock, x_11D, stream: Stream, cache: RoutedCache, chosen: _Chosen):
     """`_run_rows` at batch 1. No branch returns the cache: XLA would copy it, on the way past the block too."""
     selected = chosen.selected_BT[0, 0]
     block = routed_block.block
 
     def project(x_11D):
-        return block.attention.project(block.attention_norm(x_11D), positions_11)
+        return block.attention.project(block.attention_norm(x_11D), stream.rotation)
 
     def skip(x_11D):
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(project, x_11D))
 
     q_11NH, k_1K1H, v_1K1H = jax.lax.cond(selected, project, skip, x_11D)
     row_1 = jnp.where(selected, 0, 1)[None]
-    cache = append(cache, row_1, k_1K1H[:, :, 0], v_1K1H[:, :, 0], positions_11[0])
+    cache = append(cache, row_1, k_1K1H[:, :, 0], v_1K1H[:, :, 0], stream.positions_BT[0])
 
     def finish(x_11D):
         seen = cache.k_BKSH, cache.v_BKSH, cache.positions_BS
-        update_11D = _attend_and_mlp(block, x_11D, q_11NH, positions_11, *seen)
+        update_11D = _attend_and_mlp(block, x_11D, q_11NH, stream.positions_BT, *seen)
         return x_11D + _gated(chosen.gate_BT, update_11D)
 
     return jax.lax.cond(selected, finish, lambda x_11D: x_11D, x_11D), cache

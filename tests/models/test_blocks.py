@@ -12,9 +12,10 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mod_jax.models import blocks
-from mod_jax.models.blocks import FullBlock, RoutedBlock, Stream
+from mod_jax.models.blocks import FullBlock, RoutedBlock, make_stream
 
 D = 16
+stream_of = functools.partial(make_stream, head_dim=8, rope_base=1e4)  # as in the tiny config
 
 
 @functools.cache
@@ -56,7 +57,7 @@ def weighted_sum(run):
 def inputs(batch=2, length=8, seed=0):
     x_BTD = np.random.default_rng(seed).normal(size=(batch, length, D)).astype(np.float32)
     positions = np.tile(np.arange(length, dtype=np.int32), (batch, 1))
-    return x_BTD, Stream(positions, np.ones((batch, length), np.int32))
+    return x_BTD, stream_of(positions, np.ones((batch, length), np.int32))
 
 
 def with_router(params, weight_D):
@@ -128,13 +129,13 @@ def test_r6_routed_block_is_the_equation_whatever_the_order_of_slots(tiny_config
     chosen = np.argsort(-scores, axis=1)[:, :4]  # by falling score: not in the order of positions
     assert (np.diff(chosen) < 0).any()
     rows = np.arange(2)[:, None]
-    gathered = Stream(stream.positions_BT[rows, chosen], stream.segments_BT[rows, chosen])
+    gathered = stream_of(stream.positions_BT[rows, chosen], stream.segments_BT[rows, chosen])
     update = full_update(config.model)(params["block"], x[rows, chosen], gathered)
     by_hand = x.copy()
     by_hand[rows, chosen] += scores[rows, chosen][..., None] * update
     np.testing.assert_allclose(out, by_hand, atol=1e-5)
 
-    renumbered = Stream(stream.positions_BT[:, :4], gathered.segments_BT)  # R7: angles and order of the slots
+    renumbered = stream_of(stream.positions_BT[:, :4], gathered.segments_BT)  # R7: angles and order of the slots
     faulty = full_update(config.model)(params["block"], x[rows, chosen], renumbered)
     assert np.abs(faulty - update).max() > 0.05
 
@@ -264,7 +265,7 @@ def test_r10_the_router_is_float32_whatever_computes(tiny_config):
     assert ranking(scores) == ranking(exact)
     assert ranking(jnp.asarray(exact, jnp.bfloat16)) != ranking(exact)  # the fault: a score rounded to bfloat16
     run, params = make(config)
-    out, record = run(params, x[:, :8], Stream(*(field[:, :8] for field in stream)))
+    out, record = run(params, x[:, :8], jax.tree.map(lambda field: field[:, :8], stream))
     assert out.dtype == jnp.bfloat16
     assert {f.dtype for f in (record.router_logits_BT, record.gate_BT, record.cutoff_B)} == {jnp.dtype("float32")}
 
@@ -327,7 +328,7 @@ def test_r12_padding_is_never_updated_and_never_a_target(tiny_config):
     assert record.selected_BT.sum(axis=1).tolist() == [4, 4]
     assert not record.selected_BT[:, 5:].any()
     assert (bits(out)[:, 5:] == bits(loud_padding)[:, 5:]).all()
-    alone, record_alone = run_alone(params, x[:, :5], Stream(*(field[:, :5] for field in stream)))
+    alone, record_alone = run_alone(params, x[:, :5], jax.tree.map(lambda field: field[:, :5], stream))
     np.testing.assert_array_equal(record.selected_BT[:, :5], record_alone.selected_BT)
     np.testing.assert_allclose(out[:, :5], alone, atol=1e-6)
     assert run(params, loud_padding, stream)[1].selected_BT[:, 5:].any()  # unmarked, padding is chosen
@@ -393,7 +394,7 @@ def test_topk_per_document_gives_each_document_its_share(tiny_config):
     run, params = make(tiny_config(**{"routing.topk_per": "document"}), capacity=0.5)
     x, stream = inputs()
     x[:, :4] += 10 * np.asarray(params["router"]["weight_D"])  # document 1 scores high everywhere
-    stream = Stream(stream.positions_BT % 4, np.repeat([[1, 2]], 4, axis=1).repeat(2, 0))
+    stream = stream_of(stream.positions_BT % 4, np.repeat([[1, 2]], 4, axis=1).repeat(2, 0))
     selected = np.asarray(run(params, x, stream)[1].selected_BT)
     assert selected.reshape(2, 2, 4).sum(-1).tolist() == [[2, 2], [2, 2]]
     per_row, _ = make(tiny_config(), capacity=0.5)

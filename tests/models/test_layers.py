@@ -82,16 +82,17 @@ def test_rotate_by_hand():
     x = jnp.array([1.0, 0.0, 0.0, 2.0]).reshape(1, 1, 1, 4)
     first, second = 3.0, 3.0 / 10.0  # position 3, base 100
     expected = [math.cos(first), -2 * math.sin(second), math.sin(first), 2 * math.cos(second)]
-    np.testing.assert_allclose(layers.rotate(x, jnp.array([[3]]), 100.0)[0, 0, 0], expected, rtol=1e-6)
-    np.testing.assert_array_equal(layers.rotate(x, jnp.array([[0]]), 100.0), x)
+    at_0, at_3 = (layers.rotation(jnp.array([[position]]), 4, 100.0) for position in (0, 3))
+    np.testing.assert_allclose(layers.rotate(x, at_3)[0, 0, 0], expected, rtol=1e-6)
+    np.testing.assert_array_equal(layers.rotate(x, at_0), x)
 
 
 def test_rotated_products_depend_on_distance_only():
     q, k = random(1, 1, 1, 8), random(1, 1, 1, 8, seed=2)
 
     def product(q_position, k_position):
-        turned = (layers.rotate(x, jnp.array([[p]]), 1e4) for x, p in ((q, q_position), (k, k_position)))
-        return float(jnp.sum(next(turned) * next(turned)))
+        at_q, at_k = (layers.rotation(jnp.array([[p]]), 8, 1e4) for p in (q_position, k_position))
+        return float(jnp.sum(layers.rotate(q, at_q) * layers.rotate(k, at_k)))
 
     assert product(7, 4) == pytest.approx(product(103, 100), abs=1e-4)
     assert product(7, 4) != pytest.approx(product(7, 5), abs=1e-2)

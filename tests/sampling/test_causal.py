@@ -1,5 +1,6 @@
 """Cached decoding equals the uncached causal forward: logits, routing bits, whatever the prefix, padding or batch."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -116,7 +117,7 @@ def test_s1_decode_does_not_route_every_token(build, tools):
     assert not selected_LBT.any()
 
     layers = tools.layers_of(model.config, model.params)
-    full_only = causal.Layers(layers.embedder, layers.blocks[::2], layers.final_norm, layers.dtype)
+    full_only = dataclasses.replace(layers, blocks=layers.blocks[::2])
     dense = build(**{"model.layout": "F", "model.depth": 2, "routing.aux_weight": 0.0}).config
     cache = cache_lib.init_cache(dense, 3, (T, T))
     valid_BT = jnp.ones((3, T), bool)
@@ -175,8 +176,8 @@ def test_s6_a_routed_cache_with_three_entries_at_position_20_uses_angle_20(build
         cache = step(layers, tokens_BT[:, position], positions_B, live_B, cache, **request).cache
     assert cache[0].positions_BS[0].tolist() == [4, 11, 17, 20, -1, -1, -1, -1]
     x_B1D = layers.embedder.embed(tokens_BT[:, 20:], layers.dtype)
-    _, k_at_20, _ = attention.project(norm(x_B1D), jnp.array([[20]]))
-    _, k_at_3, _ = attention.project(norm(x_B1D), jnp.array([[3]]))
+    _, k_at_20, _ = attention.project(norm(x_B1D), layers.stream(jnp.array([[20]]), live_B[:, None]).rotation)
+    _, k_at_3, _ = attention.project(norm(x_B1D), layers.stream(jnp.array([[3]]), live_B[:, None]).rotation)
     np.testing.assert_allclose(cache[0].k_BKSH[:, :, 3], k_at_20[:, :, 0], atol=1e-6)
     assert np.abs(cache[0].k_BKSH[:, :, 3] - k_at_3[:, :, 0]).max() > 1e-2
 
