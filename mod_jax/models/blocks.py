@@ -36,6 +36,7 @@ class Stream(NamedTuple):
 
 
 def make_stream(positions_BT: jax.Array, segments_BT: jax.Array, head_dim: int, rope_base: float) -> Stream:
+    """The stream of int32 [B, T] positions and segments, with the rotation that every block applies."""
     return Stream(positions_BT, segments_BT, rotation(positions_BT, head_dim, rope_base))
 
 
