@@ -62,7 +62,7 @@ def main(_) -> None:
     print("| batch | selected | passes | dense tok/s | routed tok/s | time ratio | FLOPs | bytes | time / ideal |")
     print("|---|---|---|---|---|---|---|---|---|")
     for batch_size in map(int, BATCHES.value):
-        rows_L = tuple(ROWS.value or causal.rows_per_pass(batch_size, c) for c in capacity_L)
+        rows_L = tuple(ROWS.value or causal.rows_per_pass(batch_size, c, jax.default_backend()) for c in capacity_L)
         rows_L = tuple(min(rows, batch_size) for rows in rows_L)
         a, b = decoder(dense, batch_size, (), ()), decoder(routed, batch_size, rows_L, capacity_L)
         timed_a, timed_b = Timed([], a()[1]), Timed([], b()[1])
@@ -146,7 +146,10 @@ def decoder(model: sampling.TrainedModel, batch_size: int, rows_L, capacity_L):
 
 
 def split(model: sampling.TrainedModel) -> causal.Layers:
-    return jax.jit(lambda params: causal.split_layers(nnx.merge(model.model.graphdef, nnx.State(params))))(model.params)
+    def run(params):
+        return causal.split_layers(nnx.merge(model.model.graphdef, nnx.State(params)), jax.default_backend())
+
+    return jax.jit(run)(model.params)
 
 
 def row(model, batch_size: int, rows_L, capacity_L, dense: Timed, routed: Timed) -> str:

@@ -27,11 +27,15 @@ from mod_jax.sampling.cache import Cache, FullCache, RoutedCache, append, append
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """A decoder with every block apart, each weight an array of its own: decoding reads a weight where it lies."""
+    """A decoder with every block apart, so that decoding reads a weight where it lies.
+
+    `inner`, None or stacked in order of depth, is what the routed blocks run their tokens through (see `inner_block`).
+    """
 
     embedder: Embedder
     blocks: tuple[FullBlock | RoutedBlock, ...]
     final_norm: RMSNorm
+    inner: FullBlock | None
     dtype: jnp.dtype = dataclasses.field(metadata=dict(static=True))
     head_dim: int = dataclasses.field(metadata=dict(static=True))
     rope_base: float = dataclasses.field(metadata=dict(static=True))
@@ -39,6 +43,15 @@ class Layers:
     def stream(self, positions_BT: jax.Array, live_BT: jax.Array) -> Stream:
         """One document per row; what is not live is padding."""
         return make_stream(positions_BT, live_BT.astype(jnp.int32), self.head_dim, self.rope_base)
+
+    def inner_block(self, index: int) -> FullBlock:
+        """What the routed block of this index, among routed ones, runs its tokens through.
+
+        To be called inside the branch or loop that runs them: then a slice of the stack is taken, and read, there.
+        """
+        if self.inner is not None:
+            return jax.tree.map(lambda stack: stack[index], self.inner)
+        return [block.block for block in self.blocks if isinstance(block, RoutedBlock)][index]
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V] from the residual stream behind the last block."""
@@ -53,14 +66,27 @@ class Output(NamedTuple):
     selected_LBT: jax.Array
 
 
-def split_layers(decoder: Decoder) -> Layers:
-    """Takes the stacked units of a decoder apart. Jit it: every weight is copied once."""
+def split_layers(decoder: Decoder, platform: str) -> Layers:
+    """Takes the stacked units of a decoder apart, for a device of this platform. Jit it: every weight is copied once.
+
+    A TPU's compiler fetches what a branch may need before it is known which one is taken, weights of bypassed blocks
+    too, but only whole arrays that fit into on-chip memory. So there the routed blocks' weights stay in one stack (as
+    compiled for 1 B parameters at batch 1, a step then reads 1.31 GiB in place of 1.75). Elsewhere a slice is a copy.
+    """
     groups = [*unstack(decoder.units, decoder.num_units), decoder.tail]
     blocks = tuple(block for group in groups for block in group.blocks)
     for block in blocks:
         if isinstance(block, RoutedBlock) and block.router.kind == "stochastic":
             raise ConfigError("routing.score = 'stochastic' is a control for training: there is nothing to sample with")
-    return Layers(decoder.embedder, blocks, decoder.final_norm, decoder.dtype, decoder.head_dim, decoder.rope_base)
+    routed = [block for block in blocks if isinstance(block, RoutedBlock)]
+    inner = None
+    if routed and platform == "tpu":
+        weights = zip(*(jax.tree.leaves(block.block) for block in routed), strict=True)
+        inner = jax.tree.unflatten(jax.tree.structure(routed[0].block), map(jnp.stack, weights))
+        for block in routed:
+            block.block = None
+    outer = decoder.embedder, blocks, decoder.final_norm
+    return Layers(*outer, inner, decoder.dtype, decoder.head_dim, decoder.rope_base)
 
 
 def prefill(
@@ -97,7 +123,7 @@ def prefill(
 
         return _update(block, x_BTD, stream, write, same_tokens=True)
 
-    routed = _routed_over_tokens(stream, kept_L)
+    routed = _routed_over_tokens(layers, stream, kept_L)
     return _run(layers, tokens_BT, stream, cache, selection, cutoffs_L, full, routed)
 
 
@@ -113,7 +139,7 @@ def extend(
 ) -> Output:
     """Runs a few consecutive tokens of each row behind what its cache holds. Tokens that are not live touch nothing."""
     stream = layers.stream(positions_BT, live_BT)
-    full, routed = _full_over_cache(stream), _routed_over_tokens(stream, kept_L)
+    full, routed = _full_over_cache(stream), _routed_over_tokens(layers, stream, kept_L)
     return _run(layers, tokens_BT, stream, cache, selection, cutoffs_L, full, routed)
 
 
@@ -136,10 +162,10 @@ def decode_step(
     """
     stream = layers.stream(positions_B[:, None], live_B[:, None])
 
-    def routed(block, x_B1D, block_cache, chosen):
+    def routed(x_B1D, block_cache, chosen):
         if tokens_B.shape[0] == 1:
-            return _run_one_row(block, x_B1D, stream, block_cache, chosen)
-        return _run_rows(block, x_B1D, stream, block_cache, chosen, rows_L[chosen.index])
+            return _run_one_row(layers, x_B1D, stream, block_cache, chosen)
+        return _run_rows(layers, x_B1D, stream, block_cache, chosen, rows_L[chosen.index])
 
     return _run(layers, tokens_B[:, None], stream, cache, selection, cutoffs_L, _full_over_cache(stream), routed)
 
@@ -172,7 +198,7 @@ def _run(
                 decided_BT = decide(selection, scores_BT, predictor_logits_BT, cutoffs_L[len(selected)])
                 selected_BT = (stream.segments_BT > 0) & decided_BT
                 chosen = _Chosen(len(selected), selected_BT, block.gate(scores_BT, stream))
-                x_BTD, block_cache = routed(block, x_BTD, block_cache, chosen)
+                x_BTD, block_cache = routed(x_BTD, block_cache, chosen)
                 selected.append(selected_BT)
         new_cache.append(block_cache)
     return Output(x_BTD, tuple(new_cache), jnp.stack(selected) if selected else jnp.zeros((0, *tokens_BT.shape), bool))
@@ -213,11 +239,11 @@ def _full_over_cache(stream: Stream) -> Callable:
     return full
 
 
-def _routed_over_tokens(stream: Stream, kept_L: tuple[int, ...]) -> Callable:
+def _routed_over_tokens(layers: Layers, stream: Stream, kept_L: tuple[int, ...]) -> Callable:
     """Runs a routed block on each row's selected tokens, C per row and pass, earlier tokens first."""
     T = stream.positions_BT.shape[1]
 
-    def routed(routed_block, x_BTD, cache: RoutedCache, chosen: _Chosen):
+    def routed(x_BTD, cache: RoutedCache, chosen: _Chosen):
         num_kept = min(kept_L[chosen.index], T)
 
         def one_pass(carry):
@@ -231,7 +257,7 @@ def _routed_over_tokens(stream: Stream, kept_L: tuple[int, ...]) -> Callable:
                 new = append_many(cache, k_BKCH, v_BKCH, stream_BC.positions_BT, idx_BC < T)
                 return new.k_BKSH, new.v_BKSH, new.positions_BS, new
 
-            update_BCD, cache = _update(routed_block.block, x_BCD, stream_BC, write)
+            update_BCD, cache = _update(layers.inner_block(chosen.index), x_BCD, stream_BC, write)
             x_BTD = jax.vmap(_add)(x_BTD, idx_BC, _gated(gate_BC, update_BCD))
             return x_BTD, cache, jax.vmap(_clear)(left_BT, idx_BC)
 
@@ -242,7 +268,7 @@ def _routed_over_tokens(stream: Stream, kept_L: tuple[int, ...]) -> Callable:
     return routed
 
 
-def _run_rows(routed_block: RoutedBlock, x_B1D, stream: Stream, cache: RoutedCache, chosen: _Chosen, num_rows: int):
+def _run_rows(layers: Layers, x_B1D, stream: Stream, cache: RoutedCache, chosen: _Chosen, num_rows: int):
     """A routed block on the rows that selected their token, `num_rows` per pass."""
 
     def one_pass(carry):
@@ -255,7 +281,7 @@ def _run_rows(routed_block: RoutedBlock, x_B1D, stream: Stream, cache: RoutedCac
             read = jax.tree.map(lambda a: a.at[rows_R].get(mode="clip"), new)
             return read.k_BKSH, read.v_BKSH, read.positions_BS, new
 
-        update_R1D, cache = _update(routed_block.block, x_R1D, stream_R1, write)
+        update_R1D, cache = _update(layers.inner_block(chosen.index), x_R1D, stream_R1, write)
         return _add(x_B1D, rows_R, _gated(gate_R1, update_R1D)), cache, _clear(left_B, rows_R)
 
     carry = (x_B1D, cache, chosen.selected_BT[:, 0])
@@ -263,12 +289,12 @@ def _run_rows(routed_block: RoutedBlock, x_B1D, stream: Stream, cache: RoutedCac
     return x_B1D, cache
 
 
-def _run_one_row(routed_block: RoutedBlock, x_11D, stream: Stream, cache: RoutedCache, chosen: _Chosen):
+def _run_one_row(layers: Layers, x_11D, stream: Stream, cache: RoutedCache, chosen: _Chosen):
     """`_run_rows` at batch 1. No branch returns the cache: XLA would copy it, on the way past the block too."""
     selected = chosen.selected_BT[0, 0]
-    block = routed_block.block
 
     def project(x_11D):
+        block = layers.inner_block(chosen.index)
         return block.attention.project(block.attention_norm(x_11D), stream.rotation)
 
     def skip(x_11D):
@@ -280,27 +306,22 @@ def _run_one_row(routed_block: RoutedBlock, x_11D, stream: Stream, cache: Routed
 
     def finish(x_11D):
         seen = cache.k_BKSH, cache.v_BKSH, cache.positions_BS
+        block = layers.inner_block(chosen.index)
         update_11D = _attend_and_mlp(block, x_11D, q_11NH, stream.positions_BT, *seen)
         return x_11D + _gated(chosen.gate_BT, update_11D)
 
     return jax.lax.cond(selected, finish, lambda x_11D: x_11D, x_11D), cache
 
 
-def rows_per_pass(batch_size: int, capacity: float, deviations: float | None = None) -> int:
-    """R: the expected number of selected rows, plus so many standard deviations of it.
+def rows_per_pass(batch_size: int, capacity: float, platform: str) -> int:
+    """R: the expected number of selected rows, and spare ones.
 
-    Default: `spare_deviations` of the device that this process runs on.
+    None on CPU, where a pass costs by its rows (measured: 7 % faster at batch 8 than with one standard deviation);
+    elsewhere two deviations, because there a pass costs the reading of the weights, and a second one is seldom needed.
     """
-    if deviations is None:
-        deviations = spare_deviations(jax.default_backend())
+    deviations = 0.0 if platform == "cpu" else 2.0
     expected = batch_size * capacity
     return max(1, min(batch_size, round(expected + deviations * (expected * (1 - capacity)) ** 0.5)))
-
-
-def spare_deviations(platform: str) -> float:
-    """None on CPU, where a pass costs by its rows (measured: 7 % faster at batch 8 than with one deviation); elsewhere
-    two, because there a pass costs the reading of the weights, and a second one is seldom needed."""
-    return 0.0 if platform == "cpu" else 2.0
 
 
 def _gated(gate_BT: jax.Array, update_BTD: jax.Array) -> jax.Array:

@@ -61,11 +61,12 @@ class Sampler:
         self._capacity_L = capacity_L or tuple(block.capacity for block in self.config.blocks if block.kind == "R")
         self._overflow, self._growth = overflow, 0
 
-        layers = jax.jit(lambda params: serving_layers(self.config, model.model, params))(model.params)
+        on = jax.default_backend()
+        layers = jax.jit(lambda params: serving_layers(self.config, model.model, params, on))(model.params)
         # Flat, because passing modules through `jit` costs more time than a small model's step.
         self._weights, structure = jax.tree.flatten(layers)
         programs = Programs(
-            self.config, structure, self.selection, self._capacity_L, self.tokenizer.vocab_size, num_drafts
+            self.config, structure, self.selection, self._capacity_L, self.tokenizer.vocab_size, num_drafts, on
         )
         self._prefill = jax.jit(programs.prefill, static_argnames=("num_positions", "slots"))
         self._advance = jax.jit(programs.advance, donate_argnames="state")

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, SingleDeviceSharding
 from mod_jax.config import Config, ConfigError
 from mod_jax.data import pipeline
 from mod_jax.sampling import cache as cache_lib
-from mod_jax.sampling.causal import Layers, rows_per_pass, spare_deviations
+from mod_jax.sampling.causal import Layers, rows_per_pass
 from mod_jax.sampling.choice import Options, row_keys
 from mod_jax.sampling.generate import MIN_BUCKET, bucket
 from mod_jax.sampling.programs import Programs, Request, serving_layers
@@ -33,7 +33,7 @@ from mod_jax.scaling.planning import line, size
 from mod_jax.training import metrics
 from mod_jax.training.step import make_model
 
-DEVIATIONS = spare_deviations("tpu")
+PLATFORM = "tpu"
 ONE_CHIP = {"chip": 1}
 TIGHT = 0.9  # of a chip's memory: beyond it, prefill may not fit
 
@@ -62,7 +62,7 @@ def make_report(config: Config, topology_name: str, batch_size: int, context: in
     compiled = topology.compile_for(traced.lower(), product, mesh, pipeline.cache_root(config.data) / "plans")
 
     slots = cache_lib.slot_counts(config, num_positions)
-    rows = [rows_per_pass(batch_size, block.capacity, DEVIATIONS) for block in config.blocks]
+    rows = [rows_per_pass(batch_size, block.capacity, PLATFORM) for block in config.blocks]
     passes = [expected_passes(batch_size, block.capacity) for block in config.blocks]
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(layers))
     weights = tree_bytes(layers)
@@ -105,9 +105,9 @@ def trace_decoding(
     """`Programs.advance` as `Sampler` compiles it, all on one device; and the weights as the sampler keeps them."""
     vocab_size, capacity_L = config.model.vocab_size, tuple(b.capacity for b in config.blocks if b.kind == "R")
     model = make_model(config, vocab_size)
-    layers = jax.eval_shape(functools.partial(serving_layers, config, model), model.abstract_params)
+    layers = jax.eval_shape(functools.partial(serving_layers, config, model, platform=PLATFORM), model.abstract_params)
     weights, structure = jax.tree.flatten(layers)
-    programs = Programs(config, structure, selection, capacity_L, vocab_size, 0, DEVIATIONS)
+    programs = Programs(config, structure, selection, capacity_L, vocab_size, 0, PLATFORM)
 
     def request():
         cutoffs_L, stop_V = jnp.zeros(config.num_routed), jnp.zeros(vocab_size, bool)
@@ -135,7 +135,7 @@ def expected_passes(batch_size: int, capacity: float) -> float:
     chance_n = np.ones(1)
     for _ in range(batch_size):
         chance_n = np.convolve(chance_n, [1 - capacity, capacity])
-    passes_n = np.ceil(np.arange(batch_size + 1) / rows_per_pass(batch_size, capacity, DEVIATIONS))
+    passes_n = np.ceil(np.arange(batch_size + 1) / rows_per_pass(batch_size, capacity, PLATFORM))
     return float(chance_n @ passes_n)
 
 
@@ -153,9 +153,10 @@ def bytes_read(
     weights = tree_bytes(embedder if embedder.tie else embedder.unembed_DV) + tree_bytes(layers.final_norm)
     cached = 0.0
     cache = jax.eval_shape(lambda: cache_lib.init_cache(config, batch_size, slots))
+    inside = tree_bytes(layers.inner) / max(1, config.num_routed)
     for depth, (block, block_cache) in enumerate(zip(layers.blocks, cache, strict=True)):
-        inside = tree_bytes(getattr(block, "block", block))  # around it: router and predictor, which always run
-        weights += tree_bytes(block) - inside + passes[depth] * inside
+        weights += tree_bytes(block)  # of a routed block: router and predictor, which always run
+        weights += passes[depth] * inside if config.blocks[depth].kind == "R" else 0
         cached += passes[depth] * rows[depth] / batch_size * tree_bytes(block_cache)
     return {"weights": weights, "cache": cached}
 
@@ -263,11 +264,11 @@ def describe(report: dict[str, Any]) -> str:
 
 def _read(report: dict[str, Any]) -> str:
     read = report["read"]
-    ahead = f", {size(read['compiled_bypassed'])} where no row enters a routed block: weights are fetched ahead"
+    bypassed = f", {size(read['compiled_bypassed'])} where no row enters a routed block"
     return (
         f"{size(read['weights'] + read['cache'])} a step by our count: weights {size(read['weights'])}, full caches "
         f"{size(read['cache'])}. {size(read['compiled'])} to and from HBM in the compiled program"
-        f"{ahead if report['selection'] != 'none' else ''}. {size(read['per_call'])} more around the loop: once a "
+        f"{bypassed if report['selection'] != 'none' else ''}. {size(read['per_call'])} more around the loop: once a "
         "generation, or once a token where text is streamed"
     )
 

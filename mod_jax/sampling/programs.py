@@ -54,7 +54,7 @@ class Programs:
       capacity_L: the fraction that each routed block is expected to select; sizes passes, never results.
       num_ids: ids that stand for something; the embedding table may have more rows.
       num_drafts: tokens drafted per step; 0: no drafts.
-      deviations: spare rows of a pass (see `rows_per_pass`); None: as the device of this process likes it.
+      platform: of the device that runs them (see `causal.rows_per_pass`).
     """
 
     config: Config
@@ -63,7 +63,7 @@ class Programs:
     capacity_L: tuple[float, ...]
     num_ids: int
     num_drafts: int
-    deviations: float | None = None
+    platform: str
 
     def prefill(
         self, weights, request: Request, tokens_BT, lengths_B, limits_B, *, num_positions: int, slots: tuple[int, ...]
@@ -167,17 +167,17 @@ class Programs:
         return _emit(state, chosen_B[:, None], jnp.ones_like(chosen_B), request.stop_V)
 
     def _expected(self, count: int) -> tuple[int, ...]:
-        return tuple(rows_per_pass(count, capacity, self.deviations) for capacity in self.capacity_L)
+        return tuple(rows_per_pass(count, capacity, self.platform) for capacity in self.capacity_L)
 
 
-def serving_layers(config: Config, model: Model, params: dict[str, Any]) -> Layers:
-    """The decoder of `params` as decoding reads it: blocks apart, matrices in the compute dtype, the rest float32.
+def serving_layers(config: Config, model: Model, params: dict[str, Any], platform: str) -> Layers:
+    """The decoder of `params` as decoding on this platform reads it: matrices in the compute dtype, the rest float32.
 
     Training rounds those matrices to the compute dtype at every use: once is as good, and halves what is read.
     """
     dtype = jnp.dtype(config.model.dtype)
     params = jax.tree_util.tree_map_with_path(lambda p, x: x.astype(dtype) if is_decayed(p) else x, params)
-    return causal.split_layers(nnx.merge(model.graphdef, nnx.State(params)))
+    return causal.split_layers(nnx.merge(model.graphdef, nnx.State(params)), platform)
 
 
 def _emit(state: GenerationState, tokens_BE, count_B, stop_V) -> GenerationState:

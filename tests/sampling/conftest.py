@@ -68,8 +68,8 @@ def _model(config: Config):
     return make_model(config, config.model.vocab_size or ByteTokenizer().vocab_size)
 
 
-def layers_of(config: Config, params) -> causal.Layers:
-    return causal.split_layers(nnx.merge(_model(config).graphdef, nnx.State(params)))
+def layers_of(config: Config, params, platform: str = "cpu") -> causal.Layers:
+    return causal.split_layers(nnx.merge(_model(config).graphdef, nnx.State(params)), platform)
 
 
 def random_tokens(num_rows: int, length: int, seed: int = 0) -> np.ndarray:

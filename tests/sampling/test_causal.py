@@ -1,6 +1,7 @@
 """Cached decoding equals the uncached causal forward: logits, routing bits, whatever the prefix, padding or batch."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from mod_jax import routing
 from mod_jax.config import ConfigError
+from mod_jax.models.blocks import RoutedBlock
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling import causal
 
@@ -249,12 +251,37 @@ def test_batch_1_skips_by_a_conditional_that_returns_no_cache(build, tools):
     assert not any(e.primitive.name == "while" for e in step.jaxpr.eqns)
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_weights_in_one_stack_change_nothing(build, tools, num_rows):
+    """As they lie on a TPU: prompts and single tokens, units and a tail, bit for bit."""
+    model = build(**{"model.layout": "FRR", "model.depth": 5})
+    tokens_BT = jnp.asarray(tools.random_tokens(num_rows, T))
+
+    @functools.partial(jax.jit, static_argnames="platform")
+    def run(params, platform):
+        layers = tools.layers_of(model.config, params, platform)
+        cache = cache_lib.init_cache(model.config, num_rows, (T,) * 5)
+        request = dict(selection="threshold", cutoffs_L=model.cutoffs_L)
+        valid_BT = jnp.broadcast_to(jnp.arange(T) < T - 1, tokens_BT.shape)
+        prompt = causal.prefill(layers, tokens_BT, valid_BT, cache, kept_L=(3,) * 3, **request)
+        positions_B, live_B = jnp.full(num_rows, T - 1, jnp.int32), jnp.ones(num_rows, bool)
+        last = causal.decode_step(
+            layers, tokens_BT[:, -1], positions_B, live_B, prompt.cache, rows_L=(1,) * 3, **request
+        )
+        return prompt, last
+
+    jax.tree.map(np.testing.assert_array_equal, run(model.params, "tpu"), run(model.params, "cpu"))
+    layers = tools.layers_of(model.config, model.params, "tpu")
+    assert layers.inner.attention.q_DNH.shape[0] == 3
+    assert all(block.block is None for block in layers.blocks if isinstance(block, RoutedBlock))
+
+
 def test_rows_per_pass():
-    assert causal.rows_per_pass(1, 0.125, 2) == 1
-    assert causal.rows_per_pass(8, 0.125, 1) == 2  # 1 expected, sqrt(1 * 7 / 8) = 0.94
-    assert causal.rows_per_pass(64, 0.125, 2) == 13  # 8 expected, sqrt(8 * 7 / 8) = 2.65
-    assert causal.rows_per_pass(64, 0.125) == 8  # these tests run on CPU
-    assert causal.rows_per_pass(4, 1.0, 2) == 4
+    assert causal.rows_per_pass(1, 0.125, "tpu") == 1
+    assert causal.rows_per_pass(8, 0.125, "gpu") == 3  # 1 expected, sqrt(1 * 7 / 8) = 0.94
+    assert causal.rows_per_pass(64, 0.125, "tpu") == 13  # 8 expected, sqrt(8 * 7 / 8) = 2.65
+    assert causal.rows_per_pass(64, 0.125, "cpu") == 8
+    assert causal.rows_per_pass(4, 1.0, "tpu") == 4
 
 
 def test_what_cannot_be_sampled_is_refused(build, tools):

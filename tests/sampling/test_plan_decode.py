@@ -9,7 +9,7 @@ import pytest
 from mod_jax import sampling
 from mod_jax.config import ConfigError, make_config
 from mod_jax.data.tokenizers import ByteTokenizer
-from mod_jax.sampling import causal, plan
+from mod_jax.sampling import plan
 from mod_jax.scaling import flops, topology
 from mod_jax.training.step import make_model
 
@@ -27,7 +27,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_what_is_planned_is_what_the_sampler_runs(build, monkeypatch, num_rows):
-    """The loop that a sampler runs here, word for word, if the plan takes as many rows per pass as a CPU."""
+    """The loop that a sampler runs here, word for word, if the plan is for a CPU."""
     model = build(**{"model.vocab_size": ByteTokenizer().vocab_size, "model.dtype": "bfloat16"})
     sampler, programs = sampling.Sampler(model), []
     advance = sampler._advance
@@ -38,7 +38,7 @@ def test_what_is_planned_is_what_the_sampler_runs(build, monkeypatch, num_rows):
 
     monkeypatch.setattr(sampler, "_advance", watched)
     sampler.generate(["a"] * num_rows, max_new_tokens=8)
-    monkeypatch.setattr(plan, "DEVIATIONS", causal.spare_deviations("cpu"))
+    monkeypatch.setattr(plan, "PLATFORM", "cpu")
     traced, layers = plan.trace_decoding(model.config, sampler.selection, num_rows, 32, jax.devices()[0])
     assert str(traced.jaxpr) == programs[0]
     kept = [(leaf.shape, leaf.dtype) for leaf in sampler._weights]
@@ -67,7 +67,8 @@ def test_bytes_read_by_hand():
     """D 16, 2 heads of 8, F 64, V 64, FR: float32. A block has 4 matrices of 16 x 16, two of 16 x 64, norms."""
     config = make_config(**{**CHANGES, "model.depth": 2})
     model = make_model(config, 64)
-    layers = jax.eval_shape(functools.partial(plan.serving_layers, config, model), model.abstract_params)
+    serving_layers = functools.partial(plan.serving_layers, config, model, platform="tpu")
+    layers = jax.eval_shape(serving_layers, model.abstract_params)
     block = 4 * (4 * 16 * 16 + 2 * 16 * 64 + 2 * 16 + 2 * 8)
     heads = 4 * (16 + 16 * 32 + 32 + 32 + 1)  # router; predictor of 32 hidden units
     outside = 4 * (16 * 64 + 16)  # unembedding, final norm; of the table B rows alone
@@ -200,3 +201,19 @@ def test_the_compiled_loop_of_a_chip(tmp_path, batch):
     assert often.unknown_loops == never.unknown_loops == 0
     assert often.hbm_bytes > never.hbm_bytes
     assert often.moved == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_chip_fetches_no_weights_of_a_block_that_no_row_enters(tmp_path, batch):
+    """Half of the weights are theirs. Weights apart would be fetched ahead of the branch: 1.7 times what is read."""
+    pytest.importorskip("libtpu")
+    config = make_config(
+        **CHANGES
+        | {"model.width": 2048, "model.num_heads": 16, "model.depth": 16, "model.dtype": "bfloat16"}
+        | {"data.cache_dir": str(tmp_path)}
+    )
+    read = plan.make_report(config, "v5e:1x1", batch)["read"]
+    full_blocks = 8 * 2 * (4 * 2048**2 + 2 * 2048 * 8192)  # the routed ones are as large
+    assert read["compiled_bypassed"] < 1.25 * full_blocks
+    assert read["compiled"] < 1.1 * (read["weights"] + read["cache"])
