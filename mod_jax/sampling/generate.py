@@ -68,9 +68,16 @@ class Sampler:
         programs = Programs(
             self.config, structure, self.selection, self._capacity_L, self.tokenizer.vocab_size, num_drafts, on
         )
-        self._prefill = jax.jit(programs.prefill, static_argnames=("num_positions", "slots"))
-        self._advance = jax.jit(programs.advance, donate_argnames="state")
-        self._grow = jax.jit(lambda cache, slots: cache_lib.grow(cache, slots), static_argnames="slots")
+        lies = programs.state_shardings(self._weights[0].sharding)
+        self._prefill = jax.jit(
+            programs.prefill, static_argnames=("num_positions", "slots"), out_shardings=(lies, None)
+        )
+        self._advance = jax.jit(programs.advance, donate_argnames="state", out_shardings=lies)
+        self._grow = jax.jit(
+            lambda cache, slots: cache_lib.grow(cache, slots),
+            static_argnames="slots",
+            out_shardings=lies and lies.cache,
+        )
         self._score = jax.jit(programs.score)
         self._score_stepwise = jax.jit(programs.score_stepwise)
 

@@ -119,12 +119,15 @@ def trace_decoding(
     ids_BT, ids_B, scalar = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch_size, 1), (batch_size,), ()))
     state, _ = jax.eval_shape(prefill, weights, request, ids_BT, ids_B, ids_B)
 
-    def place(tree):
-        here = SingleDeviceSharding(device)
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), tree)
+    here = SingleDeviceSharding(device)
+    lies = programs.state_shardings(here)
 
-    advance = jax.jit(programs.advance, donate_argnames="state")
-    return advance.trace(place(weights), place(request), state=place(state), target=place(scalar)), layers
+    def place(tree, shardings=None):
+        shardings = shardings or jax.tree.map(lambda _: here, tree)
+        return jax.tree.map(lambda a, lies: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=lies), tree, shardings)
+
+    advance = jax.jit(programs.advance, donate_argnames="state", out_shardings=lies)
+    return advance.trace(place(weights), place(request), state=place(state, lies), target=place(scalar)), layers
 
 
 def expected_passes(batch_size: int, capacity: float) -> float:

@@ -11,15 +11,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Format, Layout
 
 from mod_jax.config import Config
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling import causal, speculative
-from mod_jax.sampling.cache import Cache
+from mod_jax.sampling.cache import Cache, FullCache, RoutedCache
 from mod_jax.sampling.causal import Layers, rows_per_pass
 from mod_jax.sampling.choice import Knobs, choose
 from mod_jax.training.optimizer import is_decayed
 from mod_jax.training.step import Model
+
+LANES = 128  # of a TPU's vector unit: the last dimension of an array is padded to as many
 
 
 class Request(NamedTuple):
@@ -103,6 +106,22 @@ class Programs:
             return advance(layers, state, request, last_B1[:, 0], positions_B, live_B)
 
         return jax.lax.while_loop(goes_on, step, state)
+
+    def state_shardings(self, device: jax.sharding.Sharding) -> GenerationState | None:
+        """Where the arrays of a state are to lie, and how; None: as the compiler has it by default.
+
+        Decoding on a TPU wants the heads of a token beside each other, since it writes token by token. If caches come
+        in another layout, each call copies them, there and back: they would take twice the memory, and a call with one
+        step (streaming) up to three times the traffic. A head that does not fill a tile's 128 lanes would be padded.
+        """
+        if self.platform != "tpu" or self.config.model.head_dim % LANES:
+            return None
+        kv = Format(Layout((0, 2, 1, 3)), device)
+        cache = tuple(
+            FullCache(kv, kv) if block.kind == "F" else RoutedCache(kv, kv, device, device)
+            for block in self.config.blocks
+        )
+        return GenerationState(cache, *[device] * (len(GenerationState._fields) - 1))
 
     def score(self, weights, cutoffs_L, tokens_BT, lengths_B) -> jax.Array:
         """log p of tokens 1, 2, ... given those before, [B, T - 1], by one prefill."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -54,6 +55,35 @@ def test_alone_streamed_or_in_a_batch_a_prompt_gets_the_same_completion(sampler)
         pieces = [[], [], []]
         sampler.generate(PROMPTS, max_new_tokens=12, on_text=lambda row, text, p=pieces: p[row].append(text), **options)
         assert ["".join(texts) for texts in pieces] == [completion.text for completion in together]
+
+
+def test_as_a_tpu_keeps_weights_and_caches_nothing_changes(build, monkeypatch):
+    """Weights in one stack, more rows per pass, caches in a layout of their own, which lives through every program."""
+    model = build(**SHALLOW, **{"model.head_dim": 128})
+    sizes = dict(capacity_L=(0.1,), cutoffs_L=[-1.0])  # too few slots for so low a cut-off
+    expected = Sampler(model, "threshold", **sizes).generate(PROMPTS, temperature=0, max_new_tokens=20)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    sampler, layouts, pieces = Sampler(model, "threshold", **sizes), [], ["", "", ""]
+
+    def watch(run):
+        def watched(*args, **kwargs):
+            out = run(*args, **kwargs)
+            layouts.append([leaf.format.layout.major_to_minor for leaf in jax.tree.leaves(out)])
+            return out
+
+        return watched
+
+    def take(row, text):
+        pieces[row] += text
+
+    for name in ("_prefill", "_advance", "_grow"):
+        monkeypatch.setattr(sampler, name, watch(getattr(sampler, name)))
+    actual = sampler.generate(PROMPTS, temperature=0, max_new_tokens=20, on_text=take)
+    assert [(c.tokens, c.routed_fraction) for c in actual] == [(c.tokens, c.routed_fraction) for c in expected]
+    assert pieces == [completion.text for completion in expected]
+    assert len(layouts) >= 20
+    assert sampler._growth
+    assert all(found[:2] == [(0, 2, 1, 3)] * 2 for found in layouts)
 
 
 def test_seeds_matter_and_repeat(sampler):
