@@ -16,7 +16,7 @@ import numpy as np
 from absl import app, flags, logging
 from matplotlib.figure import Figure
 
-from mod_jax import sampling
+from mod_jax import host, sampling
 from mod_jax.analysis import plots
 from mod_jax.analysis.routing_stats import block_name
 from mod_jax.data import pipeline
@@ -31,6 +31,7 @@ CAPACITIES = flags.DEFINE_list(
 
 
 def main(_) -> None:
+    host.prepare_cpu()
     logging.set_verbosity(logging.ERROR)
     model = sampling.restore(WORKDIR.value)
     corpus = pipeline.prepare(model.config.data)

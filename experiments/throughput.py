@@ -5,7 +5,8 @@
 
 Tables: `step` (training step: dense, routed, and dense of as many FLOPs as routed), `block` (one block, and what
 routing adds to it), `length`, `width`, `depth` (how a step grows), `compile` (scan against unrolled), `peers` (a
-PyTorch block of the same mathematics; needs `pip install torch`).
+PyTorch block of the same mathematics, and the package `mixture-of-depth` on a Llama; what is not installed is skipped,
+see torch_peer.py and hf_peer.py for what they need).
 
 Programs that are compared take turns (A B A B ...); times are medians, with the minimum in brackets. `ideal` is the
 same block on C tokens, without router, gather or scatter: routed / ideal is the pure cost of routing. FLOPs count
@@ -183,12 +184,17 @@ def compile_table(_) -> None:
 
 
 def peers_table(_) -> None:
-    """Our blocks against PyTorch's, which skips the causal half of attention too."""
-    try:
-        from torch_peer import torch_programs
-    except ImportError as error:
-        print(f"\npeers: skipped ({error})")
-        return
+    """Our blocks against PyTorch's, which skips the causal half too; our step against a public package's."""
+    for table in (torch_table, package_table):
+        try:
+            table()
+        except ImportError as error:
+            print(f"\n{table.__name__}: skipped ({error})")
+
+
+def torch_table() -> None:
+    from torch_peer import torch_programs
+
     config = make_config(**ROUTED)
     T, B = SEQ_LEN.value, BATCH.value
     routed = RoutedBlock(config, config.routing.capacity, nnx.Rngs(params=0))
@@ -199,6 +205,18 @@ def peers_table(_) -> None:
     print("|---|---|---|---|")
     for name, program in ours.items():
         mine, other = interleave({"ours": program, "theirs": theirs[name]}).values()
+        print(f"| {name} | {seconds(mine)} | {seconds(other)} | {median_ratio(mine, other):.3f} |", flush=True)
+
+
+def package_table() -> None:
+    from hf_peer import llama_steps
+
+    ours = {"dense": make_config(**DENSE), "MoD": make_config(**ROUTED)}
+    theirs = llama_steps(ours["MoD"], VOCAB.value)
+    print("\n| train step | ours | Hugging Face Llama, MoD by mixture-of-depth | ours / theirs |")
+    print("|---|---|---|---|")
+    for name, config in ours.items():
+        mine, other = interleave({"ours": step_program(config), "theirs": theirs[name]}).values()
         print(f"| {name} | {seconds(mine)} | {seconds(other)} | {median_ratio(mine, other):.3f} |", flush=True)
 
 
