@@ -43,7 +43,7 @@ ROUTED = {"routing.predictor": False}
 def main(_) -> None:
     host.prepare_cpu()
     size = f"D {WIDTH.value}, L {DEPTH.value}, T {SEQ_LEN.value}, B {BATCH.value}, V {VOCAB.value}"
-    peak = measure_matmul_peak().flops
+    peak = measure_matmul_peak(seconds=3.0).flops
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, matmul {peak / 1e9:.0f} GFLOP/s; {size}")
     print(f"seconds: median (minimum) of {ROUNDS.value} interleaved rounds")
     for name in TABLES.value:
