@@ -177,6 +177,19 @@ def test_a_copy_of_the_state_on_every_chip_is_the_first_thing_to_change(report, 
     assert "30.00 GiB of 15.75 GiB a chip; try --config.mesh.data=1 --config.mesh.fsdp=-1" in advice
 
 
+def test_a_state_that_no_layout_fits_needs_a_larger_slice(report, tiny_config):
+    """6 GiB on each of 4 x 2 chips that share a state would be 48 GiB: four chips of 15.75 GiB, not two."""
+    found = {**report(), "fits": False}
+    found["topology"] |= {"devices": 2, "mesh": {"data": 1, "fsdp": 4, "tensor": 2}}
+    found["memory"] |= {"needed": 30 * 2**30, "state": 6 * 2**30}
+    assert plan.verdict(tiny_config(), found) == (
+        "DOES NOT FIT on v5e:2x2: parameters and optimizer alone take 48.00 GiB, 4 x 15.75 GiB, and a step needs room "
+        "beside them; try a larger slice"
+    )
+    found["topology"]["devices"] = 4
+    assert "alone" not in plan.verdict(tiny_config(), found)
+
+
 def test_a_collective_of_tokens_is_shouted_about(report):
     found = report()
     found["token_movers"] = ["all-gather s32[8, 4] over data (gather)"]

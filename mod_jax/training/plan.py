@@ -154,6 +154,13 @@ def verdict(config: Config, report: dict[str, Any]) -> str:
     if report["fits"]:
         tight = " (tight: evaluation needs room too)" if memory["needed"] > TIGHT * memory["available"] else ""
         return f"FITS on {name}: {size(memory['available'] - memory['needed'])} a chip to spare{tight}"
+    whole_state = memory["state"] * mesh["fsdp"] * mesh["tensor"]
+    chips_for_state = math.ceil(whole_state / memory["available"])
+    if chips_for_state > report["topology"]["devices"]:
+        return (
+            f"DOES NOT FIT on {name}: parameters and optimizer alone take {size(whole_state)}, {chips_for_state} x "
+            f"{size(memory['available'])}, and a step needs room beside them; try a larger slice"
+        )
     split = "--config.mesh.data=1 --config.mesh.fsdp=-1 (each chip now holds the whole state)"
     rows = rows_at_a_time(config, mesh)
     changes = [split] if mesh["data"] > 1 and memory["state"] > memory["available"] / 2 else []
