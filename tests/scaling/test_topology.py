@@ -172,7 +172,9 @@ def test_too_much_memory_is_an_answer_and_other_errors_are_errors(mesh, tmp_path
 # Which collectives move tokens.
 
 # A stack of 3 units of [8, 6] split 4 ways along 8, a table [40, 8] split along 8, a vector of 200.
+# Keys' and values' weights of 3 units, [8, 7, 5], are two of one shape.
 PARAMS = [((3, 8, 6), (3, 2, 6)), ((40, 8), (40, 2)), ((200,), (200,)), ((3, 8, 4, 5), (3, 2, 4, 5))]
+PARAMS += [((3, 8, 7, 5), (3, 2, 7, 5))] * 2
 
 
 @pytest.mark.parametrize(
@@ -184,6 +186,11 @@ PARAMS = [((3, 8, 6), (3, 2, 6)), ((40, 8), (40, 2)), ((200,), (200,)), ((3, 8, 
         ("f32", (3, 8, 6), ("fsdp",), False),  # all units
         ("f32", (8, 20), ("fsdp",), False),  # one unit of the last, heads merged
         ("f32", (8, 4, 5), ("fsdp",), False),
+        ("f32", (2, 7, 5, 8), ("fsdp",), False),  # keys' and values' as one array
+        ("f32", (14, 5, 8), ("fsdp",), False),
+        ("f32", (3, 7, 5, 8), ("fsdp",), False),  # all units of one of them
+        ("f32", (5, 7, 5, 8), ("fsdp",), True),  # five of them there are not
+        ("f32", (2, 40, 8), ("fsdp",), True),  # one table, not two
         ("s32", (40, 8), ("fsdp",), True),  # whole numbers are never a weight
         ("f32", (16, 64), ("data", "fsdp"), True),  # scores
         ("f32", (16, 64), ("tensor",), False),  # the tensor axis holds the same rows
