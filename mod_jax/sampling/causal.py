@@ -78,9 +78,10 @@ def split_layers(decoder: Decoder, platform: str) -> Layers:
     for block in blocks:
         if isinstance(block, RoutedBlock) and block.router.kind == "stochastic":
             raise ConfigError("routing.score = 'stochastic' is a control for training: there is nothing to sample with")
-    routed = [block for block in blocks if isinstance(block, RoutedBlock)]
     inner = None
-    if routed and platform == "tpu":
+    if decoder.num_routed and platform == "tpu":
+        blocks = jax.tree.map(lambda weight: weight, blocks)  # copies: the decoder's own stay whole
+        routed = [block for block in blocks if isinstance(block, RoutedBlock)]
         weights = zip(*(jax.tree.leaves(block.block) for block in routed), strict=True)
         inner = jax.tree.unflatten(jax.tree.structure(routed[0].block), map(jnp.stack, weights))
         for block in routed:

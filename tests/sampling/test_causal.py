@@ -274,6 +274,9 @@ def test_weights_in_one_stack_change_nothing(build, tools, num_rows):
     layers = tools.layers_of(model.config, model.params, "tpu")
     assert layers.inner.attention.q_DNH.shape[0] == 3
     assert all(block.block is None for block in layers.blocks if isinstance(block, RoutedBlock))
+    decoder = model.model.merge(model.params)
+    causal.split_layers(decoder, "tpu")
+    assert all(block.block is not None for block in decoder.tail.blocks if isinstance(block, RoutedBlock))
 
 
 def test_rows_per_pass():
