@@ -45,7 +45,7 @@ def main(_) -> None:
     size = f"D {WIDTH.value}, L {DEPTH.value}, T {SEQ_LEN.value}, B {BATCH.value}, V {VOCAB.value}"
     peak = measure_matmul_peak(seconds=3.0).flops
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, matmul {peak / 1e9:.0f} GFLOP/s; {size}")
-    print(f"seconds: median (minimum) of {ROUNDS.value} interleaved rounds")
+    print(f"seconds: median (minimum) of {ROUNDS.value} interleaved rounds; ratios: median of the rounds' own")
     for name in TABLES.value:
         PRINT[name](peak)
 

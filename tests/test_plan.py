@@ -116,6 +116,7 @@ def test_a_report(report):
     # The state of four devices: three float32 per parameter, a few of which are too small to be split.
     assert found["parameters"] * 12 / 4 < memory["state"] < found["parameters"] * 12 / 2
     assert memory["state"] <= memory["argument"]
+    assert 0 <= memory["whole_state"] - found["parameters"] * 12 < 100  # counters
     assert found["flops"]["compiled"] == pytest.approx(found["flops"]["model"], rel=0.01)
     assert found["flops"]["compiled_loops_once"] < found["flops"]["model"]
     assert {tuple(entry["axes"]) for entry in found["collectives"]} == {("fsdp",)}
@@ -178,10 +179,10 @@ def test_a_copy_of_the_state_on_every_chip_is_the_first_thing_to_change(report, 
 
 
 def test_a_state_that_no_layout_fits_needs_a_larger_slice(report, tiny_config):
-    """6 GiB on each of 4 x 2 chips that share a state would be 48 GiB: four chips of 15.75 GiB, not two."""
+    """48 GiB: four chips of 15.75 GiB, not two."""
     found = {**report(), "fits": False}
     found["topology"] |= {"devices": 2, "mesh": {"data": 1, "fsdp": 4, "tensor": 2}}
-    found["memory"] |= {"needed": 30 * 2**30, "state": 6 * 2**30}
+    found["memory"] |= {"needed": 30 * 2**30, "whole_state": 48 * 2**30}
     assert plan.verdict(tiny_config(), found) == (
         "DOES NOT FIT on v5e:2x2: parameters and optimizer alone take 48.00 GiB, 4 x 15.75 GiB, and a step needs room "
         "beside them; try a larger slice"

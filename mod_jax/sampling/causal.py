@@ -154,7 +154,8 @@ def decode_step(
     cutoffs_L: jax.Array,
     rows_L: tuple[int, ...],
 ) -> Output:
-    """Runs one token of each row. Where no row selects it, a routed block's weights are not even read.
+    """Runs one token of each row. Where no row selects it, a routed block's weights are not even read (on a TPU, if the
+    weights of all routed blocks together do not fit into on-chip memory).
 
     Args:
       positions_B: the position of each token; it has nothing to do with how many slots a routed block has filled.

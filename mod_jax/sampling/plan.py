@@ -213,7 +213,8 @@ def verdict(report: dict[str, Any]) -> str:
     needed = max(memory.get("needed", available), loading)
     if report["fits"]:
         tight = " (tight: a prompt needs room too)" if needed > TIGHT * available else ""
-        return f"FITS on a chip of {name}: {size(available - needed)} to spare{tight}"
+        loads = " while it loads" if loading == needed else ""
+        return f"FITS on a chip of {name}: {size(available - needed)} to spare{loads}{tight}"
     larger = [f"{kind} ({size(chip.hbm_bytes)})" for kind, chip in topology.CHIPS.items() if chip.hbm_bytes > needed]
     changes = [f"a chip of {' or '.join(larger)}" if larger else "fewer parameters: sampling splits no model"]
     if loading > available:
@@ -267,10 +268,11 @@ def describe(report: dict[str, Any]) -> str:
 
 def _read(report: dict[str, Any]) -> str:
     read = report["read"]
+    kept = ", since much stays on the chip from step to step" if read["compiled"] < read["weights"] else ""
     bypassed = f", {size(read['compiled_bypassed'])} where no row enters a routed block"
     return (
         f"{size(read['weights'] + read['cache'])} a step by our count: weights {size(read['weights'])}, full caches "
-        f"{size(read['cache'])}. {size(read['compiled'])} to and from HBM in the compiled program"
+        f"{size(read['cache'])}. {size(read['compiled'])} to and from HBM in the compiled program{kept}"
         f"{bypassed if report['selection'] != 'none' else ''}. {size(read['per_call'])} more around the loop: once a "
         "generation, or once a token where text is streamed"
     )

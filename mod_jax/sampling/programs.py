@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Format, Layout
+from jax.sharding import SingleDeviceSharding
 
 from mod_jax.config import Config
 from mod_jax.sampling import cache as cache_lib
@@ -107,15 +108,16 @@ class Programs:
 
         return jax.lax.while_loop(goes_on, step, state)
 
-    def state_shardings(self, device: jax.sharding.Sharding) -> GenerationState | None:
-        """Where the arrays of a state are to lie, and how; None: as the compiler has it by default.
+    def state_shardings(self, weights: jax.sharding.Sharding) -> GenerationState | None:
+        """Where and how the arrays of a state are to lie, beside the weights; None: as the compiler has it by default.
 
         Decoding on a TPU wants the heads of a token beside each other, since it writes token by token. If caches come
         in another layout, each call copies them, there and back: they would take twice the memory, and a call with one
         step (streaming) up to three times the traffic. A head that does not fill a tile's 128 lanes would be padded.
         """
-        if self.platform != "tpu" or self.config.model.head_dim % LANES:
+        if self.platform != "tpu" or self.config.model.head_dim % LANES or len(weights.device_set) > 1:
             return None
+        device = SingleDeviceSharding(*weights.device_set)
         kv = Format(Layout((0, 2, 1, 3)), device)
         cache = tuple(
             FullCache(kv, kv) if block.kind == "F" else RoutedCache(kv, kv, device, device)

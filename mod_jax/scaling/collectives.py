@@ -160,14 +160,18 @@ def token_movers(
 
     Rows of the batch have nothing to say to each other but their gradients, so whatever is left moves tokens, scores
     or routing indices between them. A weight is known by its shape: whole or split as it is stored, of all units or of
-    one, axes in any order, neighbouring ones merged, parts side by side or one after the other, padded or not; or
-    several weights of one shape, keys' and values' for example, sent as one array.
+    one, axes in any order, neighbouring ones merged, parts side by side or one after the other, padded or not; or two
+    weights of one shape, keys' and values' for example, sent as one array. What else has such a shape passes for one.
 
     Args:
       params: whole shape and shape of one device's part, per parameter.
     """
     alike = collections.Counter((tuple(whole), tuple(part)) for whole, part in params)
-    shapes = {variant for (whole, part), count in alike.items() for variant in _variants(whole, part, count)}
+    shapes = {variant for whole, part in alike for variant in _variants(whole, part)}
+    # As they are, without any other view: that would let pass half of all that could move.
+    for (whole, _), count in alike.items():
+        if count > 1:
+            shapes |= {tuple(frozenset({size}) for size in (2, *axes)) for axes in (whole, whole[1:]) if len(axes) > 2}
     return [
         c
         for c in moved
@@ -177,8 +181,8 @@ def token_movers(
     ]
 
 
-def _variants(whole: tuple[int, ...], part: tuple[int, ...], count: int) -> Iterator[tuple[frozenset[int], ...]]:
-    """The sizes that each axis of a parameter, or of up to `count` together, may have, for every way to see it."""
+def _variants(whole: tuple[int, ...], part: tuple[int, ...]) -> Iterator[tuple[frozenset[int], ...]]:
+    """The sizes that each axis of a parameter may have, for every way to see it."""
     seen = []  # per axis: as one axis or, if it is split, as two, the devices and the part of each
     for size, size_part in zip(whole, part, strict=True):
         ways, padded = size // size_part, -(-size_part // TILE) * TILE
@@ -187,21 +191,14 @@ def _variants(whole: tuple[int, ...], part: tuple[int, ...], count: int) -> Iter
     for start in range(min(2, len(seen))):  # all units, or one
         for choice in itertools.product(*seen[start:]):
             axes = [axis for axis in itertools.chain(*choice) if axis != {1}]
-            yield from _merged(axes)
-            if count > 1:
-                yield from _merged([frozenset(range(2, count + 1)), *axes])
-
-
-def _merged(axes: list[frozenset[int]]) -> Iterator[tuple[frozenset[int], ...]]:
-    """These axes with neighbours taken together, in every way."""
-    for cuts in itertools.product((False, True), repeat=max(0, len(axes) - 1)):
-        merged = axes[:1]
-        for axis, cut in zip(axes[1:], cuts, strict=True):
-            if cut:
-                merged.append(axis)
-            else:
-                merged[-1] = frozenset(a * b for a in merged[-1] for b in axis)
-        yield tuple(merged)
+            for cuts in itertools.product((False, True), repeat=max(0, len(axes) - 1)):
+                merged = axes[:1]
+                for axis, cut in zip(axes[1:], cuts, strict=True):
+                    if cut:
+                        merged.append(axis)
+                    else:
+                        merged[-1] = frozenset(a * b for a in merged[-1] for b in axis)
+                yield tuple(merged)
 
 
 def _has_sizes(shape: tuple[int, ...], axes: tuple[frozenset[int], ...]) -> bool:

@@ -22,7 +22,9 @@ def find_slice(config: Config, name: str) -> tuple[Product, str, list[jax.Device
     """
     product, read_as = topology.find_product(name)
     if not config.model.vocab_size:
-        raise ConfigError("config.model.vocab_size = 0: planning reads no corpus; set it to the tokenizer's size")
+        raise ConfigError(
+            "config.model.vocab_size = 0: planning reads no corpus; set it to the tokenizer's size, 257 for bytes"
+        )
     return product, read_as, topology.devices(product)
 
 

@@ -346,7 +346,7 @@ def format_line(step: int, total_steps: int, metrics: dict[str, Any], peak: Peak
     star = "" if peak.published else "*"
     add("perf/mfu", lambda mfu: f"MFU {mfu:.1%}{star} of {peak.name}")
     if peak.flops is None and "perf/flops_per_second" in metrics:
-        parts.append(f"MFU * ({peak.name})")
+        parts.append(f"MFU unknown ({peak.name})")
     add("perf/eta_seconds", lambda seconds: f"ETA {datetime.timedelta(seconds=round(seconds))}")
     fractions = _per_block(metrics, "topk_fraction")
     if fractions:

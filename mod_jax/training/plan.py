@@ -61,6 +61,7 @@ def make_report(config: Config, topology_name: str) -> dict[str, Any]:
         "memory": {
             "available": product.chip.hbm_bytes,
             "state": sum(leaf.dtype.itemsize * length for leaf, length in state_parts),
+            "whole_state": sum(leaf.dtype.itemsize * leaf.size for leaf, _ in state_parts),
         },
         "flops": {"model": config.train.batch_size * flops.train_flops(config, vocab_size)},
     }
@@ -154,11 +155,10 @@ def verdict(config: Config, report: dict[str, Any]) -> str:
     if report["fits"]:
         tight = " (tight: evaluation needs room too)" if memory["needed"] > TIGHT * memory["available"] else ""
         return f"FITS on {name}: {size(memory['available'] - memory['needed'])} a chip to spare{tight}"
-    whole_state = memory["state"] * mesh["fsdp"] * mesh["tensor"]
-    chips_for_state = math.ceil(whole_state / memory["available"])
+    state, chips_for_state = memory["whole_state"], math.ceil(memory["whole_state"] / memory["available"])
     if chips_for_state > report["topology"]["devices"]:
         return (
-            f"DOES NOT FIT on {name}: parameters and optimizer alone take {size(whole_state)}, {chips_for_state} x "
+            f"DOES NOT FIT on {name}: parameters and optimizer alone take {size(state)}, {chips_for_state} x "
             f"{size(memory['available'])}, and a step needs room beside them; try a larger slice"
         )
     split = "--config.mesh.data=1 --config.mesh.fsdp=-1 (each chip now holds the whole state)"

@@ -5,9 +5,11 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mod_jax.config import ConfigError
 from mod_jax.sampling import CacheOverflowError, RequestError, Sampler
+from mod_jax.sampling.programs import Programs
 from mod_jax.sampling.restore import causal_selection
 
 PROMPTS = ["def f(x):", "x", ""]
@@ -84,6 +86,16 @@ def test_as_a_tpu_keeps_weights_and_caches_nothing_changes(build, monkeypatch):
     assert len(layouts) >= 20
     assert sampler._growth
     assert all(found[:2] == [(0, 2, 1, 3)] * 2 for found in layouts)
+
+
+def test_weights_over_several_devices_keep_the_caches_default_layout(build):
+    model = build(**SHALLOW, **{"model.head_dim": 128})
+    programs = Programs(model.config, None, "threshold", (0.25,), 257, 0, "tpu")
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
+    assert programs.state_shardings(NamedSharding(mesh, PartitionSpec("fsdp"))) is None
+    mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    lies = programs.state_shardings(NamedSharding(mesh, PartitionSpec(None, "fsdp")))  # too many axes for a vector
+    assert lies.done_B == SingleDeviceSharding(jax.devices()[0])
 
 
 def test_seeds_matter_and_repeat(sampler):

@@ -187,9 +187,9 @@ PARAMS += [((3, 8, 7, 5), (3, 2, 7, 5))] * 2
         ("f32", (8, 20), ("fsdp",), False),  # one unit of the last, heads merged
         ("f32", (8, 4, 5), ("fsdp",), False),
         ("f32", (2, 7, 5, 8), ("fsdp",), False),  # keys' and values' as one array
-        ("f32", (14, 5, 8), ("fsdp",), False),
+        ("f32", (2, 56, 5), ("fsdp",), True),  # not merged: two rows of [56, 5] could be activations
         ("f32", (3, 7, 5, 8), ("fsdp",), False),  # all units of one of them
-        ("f32", (5, 7, 5, 8), ("fsdp",), True),  # five of them there are not
+        ("f32", (5, 7, 5, 8), ("fsdp",), True),  # nor five
         ("f32", (2, 40, 8), ("fsdp",), True),  # one table, not two
         ("s32", (40, 8), ("fsdp",), True),  # whole numbers are never a weight
         ("f32", (16, 64), ("data", "fsdp"), True),  # scores

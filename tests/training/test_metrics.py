@@ -291,7 +291,7 @@ def test_line_by_hand():
 def test_t17_mfu_without_a_published_peak_carries_an_asterisk():
     unknown = metrics.Peak(None, "no published peak for TPU v99", published=False)
     rates = {"perf/flops_per_second": 1e12}
-    assert "MFU * (no published peak for TPU v99)" in metrics.format_line(1, 8, rates, unknown)
+    assert "MFU unknown (no published peak for TPU v99)" in metrics.format_line(1, 8, rates, unknown)
     measured = metrics.Peak(1e11, "measured float32 matmul", published=False)
     assert "MFU 31.0%* of measured float32 matmul" in metrics.format_line(1, 8, {"perf/mfu": 0.31}, measured)
 
