@@ -71,7 +71,7 @@ def split_layers(decoder: Decoder, platform: str) -> Layers:
 
     A TPU's compiler fetches what a branch may need before it is known which one is taken, weights of bypassed blocks
     too, but only whole arrays that fit into on-chip memory. So there the routed blocks' weights stay in one stack (as
-    compiled for 1 B parameters at batch 1, a step then reads 1.31 GiB in place of 1.75). Elsewhere a slice is a copy.
+    compiled for 1 B parameters at batch 1, a step then reads 1.33 GiB in place of 1.75). Elsewhere a slice is a copy.
     """
     groups = [*unstack(decoder.units, decoder.num_units), decoder.tail]
     blocks = tuple(block for group in groups for block in group.blocks)
