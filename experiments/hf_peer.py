@@ -2,8 +2,9 @@
 
     pip install torch mixture-of-depth==1.2.0 transformers==4.41.2
 
-The package needs this transformers. Its routed block loops over rows in Python, keeps k - 1 tokens and weighs block and
-residual together. Its capacity falls from 1 as the steps are counted; here it is what it ends at, 12.5 %.
+The package needs this transformers, which needs older tokenizers than our extra `bpe`: use an environment of their own.
+Its routed block loops over rows in Python, keeps k - 1 tokens and weighs block and residual together. Its capacity
+falls from 1 as the steps are counted; here it is what it ends at, 12.5 %.
 """
 
 import torch
