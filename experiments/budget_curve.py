@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from mod_jax import host, sampling
 from mod_jax.analysis import plots
 from mod_jax.analysis.routing_stats import block_name
-from mod_jax.data import pipeline
-from mod_jax.sampling import budget, held_out
-from mod_jax.scaling import flops
+from mod_jax.data.corpus import describe_corpus, prepare_corpus
+from mod_jax.evaluation import budget, finished
+from mod_jax.models import flops
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a finished run.", required=True)
 OUT = flags.DEFINE_string("out", None, "Folder for the results; default: WORKDIR/budget_curve.")
@@ -34,8 +34,8 @@ def main(_) -> None:
     host.prepare_cpu()
     logging.set_verbosity(logging.ERROR)
     model = sampling.restore(WORKDIR.value)
-    corpus = pipeline.prepare(model.config.data)
-    evaluator = held_out.make_evaluator(model, corpus)
+    corpus = prepare_corpus(model.config.data)
+    evaluator = finished.make_evaluator(model, corpus)
     calibration, evaluator.batches = evaluator.batches[::2], evaluator.batches[1::2]
     if not evaluator.batches:
         raise app.UsageError("one batch of held-out windows is not enough to calibrate and to judge")
@@ -52,7 +52,7 @@ def main(_) -> None:
             f"| {p['budget']} | {p['realised_capacity']:.3f} | {p['flops_per_token']:.4g} | {p['of_dense']:.3f} | "
             f"{p['loss']:.4f} | {p['loss'] - p['topk_loss']:+.4f} |"
         )
-    lines.append(f"\n{pipeline.describe(corpus)}; step {model.step}, commit {model.metadata['commit']}")
+    lines.append(f"\n{describe_corpus(corpus)}; step {model.step}, commit {model.metadata['commit']}")
     print("\n".join(lines))
 
     out = pathlib.Path(OUT.value or f"{WORKDIR.value}/budget_curve").expanduser()
@@ -65,7 +65,7 @@ def measure(model: sampling.TrainedModel, evaluator, name: str, cutoffs_L: np.nd
     """The causal loss under these cut-offs, and what it cost."""
     config, vocab_size = model.config, model.config.model.vocab_size or model.tokenizer.vocab_size
     shifted = dataclasses.replace(model, cutoffs_L=jnp.asarray(cutoffs_L))
-    metrics = evaluator.evaluate(held_out.as_state(shifted))
+    metrics = evaluator.evaluate(finished.as_state(shifted))
     realised_L = [metrics[f"routing/{block_name(depth)}/realised_capacity/threshold"] for depth in config.routed_depths]
     dense = dataclasses.replace(config, model=dataclasses.replace(config.model, layout="F"))
     spent = flops.forward_flops(config, vocab_size, predictor=False, realised_capacity=tuple(realised_L)).total

@@ -14,7 +14,7 @@ import sys
 
 from absl import app, flags
 
-from mod_jax.training.metrics import read_metrics
+from mod_jax.training.rows import read_metrics
 
 OUT = flags.DEFINE_string("out", "runs/cpu_demo", "Folder of all runs.")
 VARIANTS = flags.DEFINE_list("variants", ["dense", "mod", "stochastic", "every"], "Arguments of configs/cpu_demo.py.")

@@ -26,10 +26,11 @@ from flax import nnx
 from mod_jax import host, sampling
 from mod_jax.config import make_config
 from mod_jax.data.tokenizers import ByteTokenizer
-from mod_jax.sampling import budget, cache, causal
+from mod_jax.evaluation import budget
+from mod_jax.models import flops
+from mod_jax.models.model import make_model
+from mod_jax.sampling import cache, causal
 from mod_jax.sampling.choice import Options, choose, row_keys
-from mod_jax.scaling import flops
-from mod_jax.training.step import make_model
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a trained run; default: random weights.")
 WIDTH = flags.DEFINE_integer("width", 512, "D, without --workdir.")

@@ -23,10 +23,11 @@ from flax import nnx
 
 from mod_jax import config as config_lib
 from mod_jax import host, routing
+from mod_jax.models import flops
 from mod_jax.models.blocks import FullBlock, RoutedBlock, make_stream
-from mod_jax.scaling import flops
-from mod_jax.training.metrics import measure_matmul_peak
-from mod_jax.training.step import MODEL_INPUTS, init_state, make_model, make_train_step
+from mod_jax.models.model import make_model
+from mod_jax.training.rates import measure_matmul_peak
+from mod_jax.training.step import MODEL_INPUTS, init_state, make_train_step
 
 WIDTH = flags.DEFINE_integer("width", 256, "D")
 DEPTH = flags.DEFINE_integer("depth", 12, "L")

@@ -11,9 +11,8 @@ from ml_collections import config_flags
 
 from mod_jax import config as config_lib
 from mod_jax import distributed, host
-from mod_jax.config import Config, ConfigError
-
-CONFIG_EXIT = 2
+from mod_jax.config import Config
+from mod_jax.errors import ConfigError, DistributedError, ModJaxError
 
 
 def define_config() -> flags.FlagHolder:
@@ -30,14 +29,14 @@ def parse_flags(argv: list[str]) -> list[str]:
         return flags.FLAGS(argv)
     except Exception as error:  # a config file may raise anything
         print(f"error: {_flag_error(argv, error)}", file=sys.stderr)
-        sys.exit(CONFIG_EXIT)
+        sys.exit(ConfigError.exit_code)
 
 
 def refuse_arguments(argv: list[str]) -> None:
     """Refuses what is not a flag: most often a space inside --config.a.b = value."""
     if len(argv) > 1:
         print(f"error: unexpected argument {argv[1]!r}; flags are written --name=value", file=sys.stderr)
-        sys.exit(CONFIG_EXIT)
+        sys.exit(ConfigError.exit_code)
 
 
 def read_config(value: ml_collections.ConfigDict | None) -> Config:
@@ -48,10 +47,6 @@ def read_config(value: ml_collections.ConfigDict | None) -> Config:
         return config_lib.from_config_dict(value)
     except OSError as error:  # how ml_collections tells, on first use, of a file that it could not open
         raise ConfigError(f"--config: {str(error).strip().splitlines()[-1].strip()}") from error
-
-
-class DistributedError(RuntimeError):
-    """The processes of a run did not find each other, or do not agree on what to run."""
 
 
 def define_distributed() -> dict[str, flags.FlagHolder]:
@@ -97,29 +92,12 @@ def exit_code(run: Callable[[], None]) -> int:
     except Exception as error:
         if lost := distributed.explanation(error):
             error = DistributedError(lost)
-        code = _code_of(error)
-        if code == 1:
+        code = error.exit_code if isinstance(error, ModJaxError) else 1
+        if not isinstance(error, ModJaxError):
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
         distributed.leave(code)
         return code
-
-
-def _code_of(error: Exception) -> int:
-    from mod_jax.data.sources import DataError
-    from mod_jax.training.checkpoint import CheckpointMismatch, ResumeRefused, StorageError
-    from mod_jax.training.watch import NumericsError
-
-    codes = {
-        ConfigError: CONFIG_EXIT,
-        NumericsError: 3,
-        StorageError: 4,
-        DataError: 5,
-        DistributedError: 6,
-        CheckpointMismatch: 7,
-        ResumeRefused: 7,
-    }
-    return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
 
 
 def _flag_error(argv: list[str], error: Exception) -> str:

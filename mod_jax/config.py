@@ -18,9 +18,7 @@ from typing import Any
 import ml_collections
 from ml_collections import config_dict
 
-
-class ConfigError(ValueError):
-    """A config key holds a value that cannot be used. The message names key, value and what is allowed."""
+from mod_jax.errors import ConfigError
 
 
 def _key(default, doc, *, low=None, above=None, high=None, choices=None, free=False):

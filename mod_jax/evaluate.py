@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     cli.refuse_arguments(argv)
 
     def run() -> None:
-        from mod_jax.sampling.held_out import evaluate_run  # after flag errors: importing JAX takes seconds
+        from mod_jax.evaluation.finished import evaluate_run  # after flag errors: importing JAX takes seconds
 
         logging.set_verbosity(logging.ERROR)  # Orbax warns that what was opened read-only is read-only
         metrics, lines = evaluate_run(WORKDIR.value, STEP.value, CAPACITY.value)

@@ -14,7 +14,7 @@ import os
 from absl import app, flags
 
 from mod_jax import cli
-from mod_jax.config import ConfigError
+from mod_jax.errors import ConfigError
 
 TOPOLOGY = flags.DEFINE_string("topology", None, "The TPU slice: v5e:16x16, or v5e-256; --list shows all.")
 PROGRAM = flags.DEFINE_enum("program", "train", ["train", "decode"], "What to plan: a train step, or sampling.")
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"  # planning takes no accelerator, not even where there is one
         import jax
 
-        from mod_jax.scaling import topology
+        from mod_jax.planning import topology
 
         jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back what it writes for a topology
         if LIST.value:
@@ -43,11 +43,11 @@ def main(argv: list[str]) -> int:
         if TOPOLOGY.value is None:
             raise ConfigError("--topology is missing; for example --topology=v5e:4x4, and --list shows all")
         if PROGRAM.value == "decode":
-            from mod_jax.sampling import plan
+            from mod_jax.planning import decode as plan
 
             report = plan.make_report(config, TOPOLOGY.value, 8 if BATCH.value is None else BATCH.value, CONTEXT.value)
         else:
-            from mod_jax.training import plan
+            from mod_jax.planning import train_step as plan
 
             for flag, key in ((BATCH, "train.batch_size"), (CONTEXT, "data.seq_len")):
                 if flag.value is not None:

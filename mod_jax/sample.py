@@ -73,7 +73,7 @@ def run() -> None:
 def make_sampler():
     """The sampler of the run, under the budget asked for."""
     from mod_jax import sampling
-    from mod_jax.sampling import budget
+    from mod_jax.evaluation import budget
 
     model = sampling.restore(WORKDIR.value, STEP.value)
     if CAPACITY.value is None:
@@ -89,7 +89,7 @@ def make_sampler():
 
 
 def read_prompts() -> list[bytes]:
-    from mod_jax.sampling import RequestError
+    from mod_jax.errors import RequestError
 
     prompts = [os.fsencode(prompt) for prompt in PROMPT.value]
     for path in PROMPT_FILE.value:

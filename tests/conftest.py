@@ -23,6 +23,7 @@ os.environ["MOD_JAX_CACHE"] = os.environ.get(
 
 import jax
 import pytest
+import untrained
 from tiny import TINY
 
 from mod_jax import host
@@ -41,3 +42,15 @@ def tiny_config():
         return make_config(**{**TINY, **changes})
 
     return make
+
+
+@pytest.fixture
+def build():
+    """`untrained.build_model`: build(**{"model.depth": 2})."""
+    return untrained.build_model
+
+
+@pytest.fixture
+def tools():
+    """The module `untrained`: two paths of one model, to be compared."""
+    return untrained

@@ -8,10 +8,15 @@ import sys
 import pytest
 
 from mod_jax import cli
-from mod_jax.config import ConfigError
-from mod_jax.data.sources import DataError
-from mod_jax.training.checkpoint import CheckpointMismatch, ResumeRefused, StorageError
-from mod_jax.training.watch import NumericsError
+from mod_jax.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    DataError,
+    DistributedError,
+    NumericsError,
+    ResumeRefused,
+    StorageError,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SMOKE = "--config=configs/smoke.py"
@@ -115,7 +120,7 @@ def results(tmp_path_factory):
 
 def assert_one_line(result, expected):
     code, _, stderr = result
-    assert code == cli.CONFIG_EXIT, stderr
+    assert code == ConfigError.exit_code, stderr
     lines = stderr.strip().splitlines()
     assert len(lines) == 1, stderr
     assert lines[0].startswith("error: ")
@@ -158,7 +163,7 @@ def test_nothing_was_written(results):
         (NumericsError, 3),
         (StorageError, 4),
         (DataError, 5),
-        (cli.DistributedError, 6),
+        (DistributedError, 6),
         (CheckpointMismatch, 7),
         (ResumeRefused, 7),
         (ZeroDivisionError, 1),

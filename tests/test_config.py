@@ -13,8 +13,9 @@ import pytest
 
 import mod_jax
 from mod_jax import config as config_lib
-from mod_jax.config import FIELDS, FREE_KEYS, BlockSpec, Config, ConfigError, default_config, make_config
-from mod_jax.scaling.sharding import AXES
+from mod_jax.config import FIELDS, FREE_KEYS, BlockSpec, Config, default_config, make_config
+from mod_jax.errors import ConfigError
+from mod_jax.sharding import AXES
 
 STEPS = {"train.steps": 10}
 

@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from mod_jax.config import ConfigError, from_config_dict, unknown_key
+from mod_jax.config import from_config_dict, unknown_key
+from mod_jax.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "configs").glob("*.py"))

@@ -21,7 +21,7 @@ from mod_jax import distributed
 from mod_jax.config import make_config
 from mod_jax.training import loop
 from mod_jax.training.loop import Outcome
-from mod_jax.training.metrics import read_metrics
+from mod_jax.training.rows import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TIMEOUT = 400

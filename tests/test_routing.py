@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mod_jax import routing
-from mod_jax.scaling import sharding
+from mod_jax import routing, sharding
 
 select = jax.jit(routing.select_topk, static_argnums=1)
 share = jax.jit(routing.share_within_document)

@@ -1,1 +1,1 @@
-"""Text in, batches out: sources of documents, tokenizers, and the pipeline between them."""
+"""Text in, batches out: sources of documents, tokenizers, the prepared corpus, and batches."""

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from absl import logging
 
-from mod_jax.config import ConfigError, DataConfig
+from mod_jax.config import DataConfig
+from mod_jax.errors import ConfigError, DataError
 
 SPLITS = ("train", "validation")
 MIN_STDLIB_FILES = 200
@@ -30,10 +31,6 @@ STDLIB_EXCLUDED = ("test", "tests", "idlelib", "turtledemo", "lib2to3", "pydoc_d
 
 Document = tuple[str, bytes]
 Files = list[tuple[str, pathlib.Path]]  # (name relative to the source's folder, path), sorted by name
-
-
-class DataError(RuntimeError):
-    """Data that cannot be used. The message names the source, the place in it, and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mod_jax.config import ConfigError
+from mod_jax.errors import ConfigError
 
 SEPARATOR = 0
 BPE_FILE = "tokenizer.json"

@@ -11,7 +11,9 @@ from flax import nnx
 
 from mod_jax.config import ModelConfig
 from mod_jax.models import splash
-from mod_jax.models.layers import RMSNorm, Rotation, dense, normal, param, platform, rotate
+from mod_jax.models.layers import RMSNorm, Rotation, dense, normal, rotate
+from mod_jax.sharding import param
+from mod_jax.tuning import platform
 
 MIN_CHUNK = 128
 MAX_CHUNKS = 8

@@ -18,7 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from mod_jax import routing
 from mod_jax.config import Config, ModelConfig
 from mod_jax.models.attention import Attention
-from mod_jax.models.layers import MLP, RMSNorm, Rotation, inverse_rms, normal, param, rotation
+from mod_jax.models.layers import MLP, RMSNorm, Rotation, inverse_rms, normal, rotation
+from mod_jax.sharding import param
 
 CAUSAL_SELECTIONS = ("router", "predictor", "threshold")
 SELECTIONS = ("topk", *CAUSAL_SELECTIONS)
@@ -84,7 +85,7 @@ class Router(nnx.Module):
     gradient; "stochastic" has no parameters and draws Gaussian noise, fresh per row, block and step.
 
     To add a kind of score: name it in `RoutingConfig.score`, compute it here, say in `RoutedBlock` whether the input's
-    scale applies and what the gate is, and count it in `scaling/flops.py`.
+    scale applies and what the gate is, and count it in `models/flops.py`.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):

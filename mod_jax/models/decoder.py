@@ -14,7 +14,8 @@ from flax import nnx
 
 from mod_jax.config import BlockSpec, Config
 from mod_jax.models.blocks import ROUTING_INDICES, FullBlock, RoutedBlock, RoutingRecord, Stream, make_stream
-from mod_jax.models.layers import Embedder, RMSNorm, constrain
+from mod_jax.models.layers import Embedder, RMSNorm
+from mod_jax.sharding import constrain
 
 
 class ModelOutput(NamedTuple):

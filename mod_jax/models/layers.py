@@ -1,69 +1,20 @@
-"""The small parts: how a parameter is declared and sharded, dense products, RMSNorm, rotary angles, embedder, MLP.
+"""The small parts: dense products, RMSNorm, rotary angles, embedder, MLP.
 
-Vocabulary: B rows, T positions, D model width, F MLP hidden, N heads, H head dim, V vocabulary. A *logical axis* names
-the meaning of one dimension of an array ("embed", "heads"); `ShardingRules` says which mesh axis, if any, it is split
-over. Parameters are float32; modules compute in the dtype of their input.
+Vocabulary: B rows, T positions, D model width, F MLP hidden, N heads, H head dim, V vocabulary. Parameters are float32;
+modules compute in the dtype of their input.
 """
 
-import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
-
-@dataclasses.dataclass(frozen=True)
-class ShardingRules:
-    """Logical axis -> mesh axes. None: not split. The positions of a row are never split: the router ranks them."""
-
-    batch: tuple[str, ...] | None = ("data", "fsdp")
-    vocab: str | None = "tensor"
-    embed: str | None = "fsdp"
-    heads: str | None = "tensor"
-    kv_heads: str | None = "tensor"
-    mlp: str | None = "tensor"
-    layers: str | None = None
-
-    def spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...], mesh_shape: dict[str, int]) -> PartitionSpec:
-        """Mesh axes of an array with these logical axes. A vocabulary that does not divide evenly stays whole."""
-        entries = [None if axis is None else getattr(self, axis) for axis in axes]
-        for i, axis in enumerate(axes):
-            if axis == "vocab" and entries[i] is not None and shape[i] % mesh_shape[entries[i]]:
-                entries[i] = None
-        return PartitionSpec(*entries)
-
-
-RULES = ShardingRules()
-
-Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
+from mod_jax.sharding import Initializer, constrain, param
 
 
 def normal(std: float) -> Initializer:
     return jax.nn.initializers.normal(std)
-
-
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init: Initializer) -> nnx.Param:
-    """Declares one float32 parameter. `axes` names the meaning of each dimension (see `ShardingRules`)."""
-    if len(shape) != len(axes):
-        raise ValueError(f"shape {shape} and axes {axes} differ in length")
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), out_sharding=axes, eager_sharding=False)
-
-
-def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    """Fixes how an activation is laid out over the current mesh; does nothing without one."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return x
-    return jax.lax.with_sharding_constraint(x, RULES.spec(axes, x.shape, dict(mesh.shape)))
-
-
-def platform() -> str:
-    """What the program being traced will run on, "cpu" or "tpu" for example; the mesh knows, where there is one."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
 
 
 def dense(x: jax.Array, weight: jax.Array) -> jax.Array:

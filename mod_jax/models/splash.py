@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import PartitionSpec
 
-from mod_jax.models.layers import RULES
+from mod_jax.sharding import RULES
 
 LANES = 128
 MIN_LENGTH = 512  # below it the compiler's own attention takes as long

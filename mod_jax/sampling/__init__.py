@@ -1,9 +1,10 @@
 """Causal sampling from trained models: compact caches, prefill, decoding, budgets, and the loop around them."""
 
-from mod_jax.sampling.choice import Options, RequestError
-from mod_jax.sampling.generate import CacheOverflowError, Sampler, generate
-from mod_jax.sampling.restore import TrainedModel, restore
+from mod_jax.errors import CacheOverflowError, RequestError
+from mod_jax.sampling.choice import Options
+from mod_jax.sampling.generate import Sampler, generate
 from mod_jax.sampling.text import Completion
+from mod_jax.trained import TrainedModel, restore
 
 __all__ = [
     "CacheOverflowError",

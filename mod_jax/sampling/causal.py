@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import routing
-from mod_jax.config import ConfigError
+from mod_jax.errors import ConfigError
 from mod_jax.models.attention import attend
 from mod_jax.models.blocks import FullBlock, RoutedBlock, Stream, decide, make_stream
 from mod_jax.models.decoder import Decoder, unstack

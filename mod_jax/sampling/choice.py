@@ -13,13 +13,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mod_jax.config import ConfigError
+from mod_jax.errors import RequestError
 
 MAX_TOP_K = 2**31 - 1
-
-
-class RequestError(ConfigError):
-    """What was asked of the sampler cannot be done. The message names the argument, its value and what is allowed."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,18 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mod_jax.errors import CacheOverflowError, RequestError
 from mod_jax.sampling import cache as cache_lib
-from mod_jax.sampling.choice import Options, RequestError, row_keys
+from mod_jax.sampling.choice import Options, row_keys
 from mod_jax.sampling.programs import GenerationState, Programs, Request, serving_layers
-from mod_jax.sampling.restore import TrainedModel, causal_selection, restore
 from mod_jax.sampling.text import Completion, Prompt, Row, TextStream, encode_prompt
+from mod_jax.trained import TrainedModel, causal_selection, restore
 
 MIN_BUCKET = 32
 STEPS_BETWEEN_STOP_CHECKS = 16
-
-
-class CacheOverflowError(RuntimeError):
-    """A routed block selected more tokens of a row than its cache has slots, and growing was ruled out."""
 
 
 class Sampler:

@@ -15,13 +15,13 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
 from mod_jax.config import Config
+from mod_jax.models.model import Model
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling import causal, speculative
 from mod_jax.sampling.cache import Cache, FullCache, RoutedCache
 from mod_jax.sampling.causal import Layers, rows_per_pass
 from mod_jax.sampling.choice import Knobs, choose
 from mod_jax.training.optimizer import is_decayed
-from mod_jax.training.step import Model
 
 LANES = 128  # of a TPU's vector unit: the last dimension of an array is padded to as many
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mod_jax.data.tokenizers import Tokenizer
-from mod_jax.sampling.choice import RequestError
+from mod_jax.errors import RequestError
 
 Prompt = str | bytes | Sequence[int]
 

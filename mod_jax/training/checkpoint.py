@@ -31,22 +31,11 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from mod_jax.config import FREE_KEYS, LENGTH_KEYS, Config, difference
+from mod_jax.errors import CheckpointMismatch, ResumeRefused, StorageError
 from mod_jax.training.digest import compute_digests
 
 # Failures that say nothing about the files: no reason to set a step aside.
 _NOT_DAMAGE = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
-
-
-class StorageError(RuntimeError):
-    """Checkpoints cannot be written, or none that would serve can be read. The message names directory and cause."""
-
-
-class CheckpointMismatch(ValueError):
-    """A good checkpoint holds other leaves than the model at hand. The message names the first that differ."""
-
-
-class ResumeRefused(ValueError):
-    """The config or the corpus is not the one that wrote the checkpoint. The message lists every difference."""
 
 
 class _DamageError(Exception):

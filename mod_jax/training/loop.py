@@ -22,18 +22,21 @@ from jax.experimental import multihost_utils
 
 import mod_jax
 from mod_jax import config as config_lib
-from mod_jax.config import Config, ConfigError
-from mod_jax.data import pipeline
-from mod_jax.data.sources import DataError
-from mod_jax.scaling import flops, sharding
+from mod_jax import sharding
+from mod_jax.config import Config
+from mod_jax.data.batches import Batch, train_batches
+from mod_jax.data.corpus import Corpus, describe_corpus, prepare_corpus
+from mod_jax.errors import ConfigError, DataError, ResumeRefused
+from mod_jax.evaluation.evaluator import Evaluator
+from mod_jax.models import flops
+from mod_jax.models.model import Model, make_model
 from mod_jax.training import checkpoint
-from mod_jax.training.checkpoint import Checkpointer, ResumeRefused
-from mod_jax.training.evaluate import Evaluator
-from mod_jax.training.metrics import MetricWriter, read_metrics
+from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.optimizer import make_optimizer
 from mod_jax.training.preemption import PreemptionGuard
 from mod_jax.training.profile import Profiler
-from mod_jax.training.step import MODEL_INPUTS, Model, TrainState, init_state, make_model, make_train_step
+from mod_jax.training.rows import MetricWriter, read_metrics
+from mod_jax.training.step import MODEL_INPUTS, TrainState, init_state, make_train_step
 from mod_jax.training.watch import Watch
 
 
@@ -50,7 +53,7 @@ class Run:
 
     config: Config
     workdir: pathlib.Path
-    corpus: pipeline.Corpus
+    corpus: Corpus
     mesh: jax.sharding.Mesh
     model: Model
     abstract_state: TrainState
@@ -121,7 +124,7 @@ def dry_run(config: Config, workdir: str | os.PathLike) -> None:
 
 def prepare_run(config: Config, workdir: str | os.PathLike) -> Run:
     """Opens the data, checks what needs data or devices to check, and describes the run on stdout."""
-    corpus = pipeline.prepare(config.data)
+    corpus = prepare_corpus(config.data)
     check_processes_agree(config, corpus)
     vocab_size = vocabulary(config, corpus)
     mesh = sharding.make_mesh(config)
@@ -142,7 +145,7 @@ def prepare_run(config: Config, workdir: str | os.PathLike) -> Run:
     return run
 
 
-def check_processes_agree(config: Config, corpus: pipeline.Corpus) -> None:
+def check_processes_agree(config: Config, corpus: Corpus) -> None:
     """Raises ConfigError or DataError, in every process alike, if the processes of a run hold different ones."""
     if jax.process_count() == 1:
         return
@@ -156,7 +159,7 @@ def check_processes_agree(config: Config, corpus: pipeline.Corpus) -> None:
             raise error(f"the processes of this run hold different {what}s, by process: {', '.join(names)}")
 
 
-def vocabulary(config: Config, corpus: pipeline.Corpus) -> int:
+def vocabulary(config: Config, corpus: Corpus) -> int:
     """Rows of the embedding table: the tokenizer's ids, or as many as the config asks for, if they suffice."""
     needed = corpus.tokenizer.vocab_size
     if config.model.vocab_size and config.model.vocab_size < needed:
@@ -228,7 +231,7 @@ def lower_step(
 
 def open_batches(run: Run, step: int):
     """The training stream from `step` on: this process's rows of each global batch."""
-    return pipeline.train_batches(
+    return train_batches(
         run.corpus,
         seq_len=run.config.data.seq_len,
         batch_size=run.config.train.batch_size,
@@ -239,7 +242,7 @@ def open_batches(run: Run, step: int):
     )
 
 
-def put_batch(run: Run, batch: pipeline.Batch) -> dict[str, jax.Array]:
+def put_batch(run: Run, batch: Batch) -> dict[str, jax.Array]:
     model_inputs = {name: batch[name] for name in MODEL_INPUTS}
     return sharding.put_batch(run.mesh, model_inputs, run.config.train.batch_size)
 
@@ -286,7 +289,7 @@ def metadata(run: Run) -> dict[str, Any]:
         "config": config_lib.to_flat_dict(run.config),
         "fingerprint": config_lib.fingerprint(run.config),
         "num_steps": run.num_steps,
-        "corpus": pipeline.describe(run.corpus),
+        "corpus": describe_corpus(run.corpus),
         "corpus_digest": run.corpus.digest,
         "mod_jax": mod_jax.__version__,
         "commit": commit(),
@@ -335,7 +338,7 @@ def describe(run: Run) -> str:
             *config_lib.describe(run.config),
             f"changed   {changed}",
             f"identity  {config_lib.fingerprint(run.config)}, a fingerprint of every key that affects what is learned",
-            f"corpus    {pipeline.describe(run.corpus)}",
+            f"corpus    {describe_corpus(run.corpus)}",
             f"size      {kinds}, {count:,} parameters ({embedding:,} in embeddings), "
             f"with optimizer {state_bytes / 2**20:,.1f} MiB over all devices",
             f"length    {run.num_steps:,} steps, {total_tokens:,} tokens ({total_tokens / epoch:.2f} epochs), "

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from mod_jax.config import Config
 from mod_jax.models.blocks import RoutingRecord
-from mod_jax.models.layers import RULES, constrain, platform
+from mod_jax.sharding import RULES, constrain
+from mod_jax.tuning import platform
 
 
 class LossSums(NamedTuple):

@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
 from mod_jax.config import Config
 from mod_jax.models.blocks import RoutingRecord
-from mod_jax.models.decoder import Decoder, ModelOutput
+from mod_jax.models.model import Model
 from mod_jax.training.losses import LossSums, loss_sums, objective
 from mod_jax.training.optimizer import make_optimizer, make_schedule
 
 MODEL_INPUTS = ("tokens_BT", "targets_BT", "positions_BT", "segment_ids_BT")
-INIT_STREAM, ROUTING_STREAM = 0, 1
+ROUTING_STREAM = 1  # 0 draws the initial parameters
 
 
 class TrainState(NamedTuple):
@@ -43,37 +42,6 @@ class StepSums(NamedTuple):
     cutoff_L: jax.Array  # over rows
     rows: jax.Array
     finite: jax.Array  # number of micro-batches with finite router scores
-
-
-class Model(NamedTuple):
-    """A decoder without its parameters: apply with `run`, place with `logical_specs`."""
-
-    graphdef: Any
-    abstract_params: dict[str, Any]
-    logical_specs: dict[str, Any]
-    init: Any
-
-    def merge(self, params: dict[str, Any]) -> Decoder:
-        return nnx.merge(self.graphdef, nnx.State(params))
-
-    def run(self, params: dict[str, Any], *args, **kwargs) -> ModelOutput:
-        return self.merge(params)(*args, **kwargs)
-
-
-def make_model(config: Config, vocab_size: int) -> Model:
-    """Describes the model without allocating it; `init()` makes the parameters as a pure nested dict."""
-
-    def build() -> Decoder:
-        key = jax.random.fold_in(jax.random.key(config.seed), INIT_STREAM)
-        return Decoder(config, vocab_size, nnx.Rngs(params=key))
-
-    graphdef, abstract = nnx.split(nnx.eval_shape(build), nnx.Param)
-    return Model(
-        graphdef,
-        nnx.to_pure_dict(abstract),
-        nnx.to_pure_dict(nnx.get_partition_spec(abstract)),
-        lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param)),
-    )
 
 
 def init_state(config: Config, model: Model) -> TrainState:

@@ -9,13 +9,12 @@ import numpy as np
 from mod_jax.analysis.report import write_report
 from mod_jax.analysis.routing_stats import HEALTHY_UPDATE_RATIO, block_name
 from mod_jax.config import Config
-from mod_jax.training.evaluate import Evaluator
-from mod_jax.training.metrics import Console, MetricWriter, Throughput, peak_of_devices, read_metrics
+from mod_jax.errors import NumericsError
+from mod_jax.evaluation.evaluator import Evaluator
+from mod_jax.training.console import Console
+from mod_jax.training.rates import Throughput, peak_of_devices
+from mod_jax.training.rows import MetricWriter, read_metrics
 from mod_jax.training.step import TrainState
-
-
-class NumericsError(RuntimeError):
-    """Too many consecutive steps had a loss, gradient or router score that is not finite."""
 
 
 class Watch:

@@ -9,14 +9,15 @@ import pytest
 
 from mod_jax.config import DataConfig
 from mod_jax.data import sources
-from mod_jax.data.sources import DataError
+from mod_jax.errors import DataError
 
 PREPARE = """
 import sys
 from mod_jax.config import DataConfig
-from mod_jax.data import pipeline
-corpus = pipeline.prepare(DataConfig(cache_dir=sys.argv[1]))
-next(pipeline.train_batches(corpus, seq_len=64, batch_size=2, seed=0))
+from mod_jax.data.batches import train_batches
+from mod_jax.data.corpus import prepare_corpus
+corpus = prepare_corpus(DataConfig(cache_dir=sys.argv[1]))
+next(train_batches(corpus, seq_len=64, batch_size=2, seed=0))
 print(corpus.digest)
 """
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from mod_jax.config import ConfigError, DataConfig
+from mod_jax.config import DataConfig
 from mod_jax.data import sources
-from mod_jax.data.sources import DataError
+from mod_jax.errors import ConfigError, DataError
 
 
 def read(tmp_path, source, **keys):

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from mod_jax.config import ConfigError
 from mod_jax.data import tokenizers
+from mod_jax.errors import ConfigError
 
 EVERY_BYTE = bytes(range(256))
 UNICODE = (

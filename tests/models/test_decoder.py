@@ -15,13 +15,13 @@ import pytest
 from jax.sharding import PartitionSpec
 from output_losses import sums_of
 
+from mod_jax import sharding
 from mod_jax.config import make_config, to_flat_dict
 from mod_jax.models import blocks
 from mod_jax.models.blocks import CAUSAL_SELECTIONS, SELECTIONS
 from mod_jax.models.decoder import repeating_unit
-from mod_jax.scaling import sharding
+from mod_jax.models.model import make_model
 from mod_jax.training.losses import objective
-from mod_jax.training.step import make_model
 
 VOCAB = 31
 
@@ -426,7 +426,7 @@ TREE_MODE = """
 import json, sys
 import flax, jax, numpy as np
 from mod_jax.config import from_flat_dict
-from mod_jax.training.step import make_model
+from mod_jax.models.model import make_model
 flat, seed = json.loads(sys.argv[1])
 model = make_model(from_flat_dict(flat), 31)
 rng = np.random.default_rng(seed)

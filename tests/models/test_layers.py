@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from mod_jax import sharding
 from mod_jax.models import layers
 
 KEY = jax.random.key(0)
@@ -26,7 +27,7 @@ def random(*shape, seed=1):
 
 
 def test_param_is_float32_and_carries_its_axes():
-    weight = layers.param(rngs(), (3, 4), ("embed", "mlp"), layers.normal(0.5))
+    weight = sharding.param(rngs(), (3, 4), ("embed", "mlp"), layers.normal(0.5))
     assert weight[...].shape == (3, 4)
     assert weight[...].dtype == jnp.float32
     specs = nnx.get_partition_spec(nnx.state(layers.MLP(4, 8, "gelu", 1, rngs())))
@@ -35,12 +36,12 @@ def test_param_is_float32_and_carries_its_axes():
 
 def test_param_refuses_axes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"shape \(3, 4\) and axes \('embed',\) differ in length"):
-        layers.param(rngs(), (3, 4), ("embed",), layers.normal(1.0))
+        sharding.param(rngs(), (3, 4), ("embed",), layers.normal(1.0))
 
 
 def test_rules_name_mesh_axes_and_leave_an_uneven_vocabulary_whole():
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
-    spec = layers.RULES.spec
+    spec = sharding.RULES.spec
     assert spec(("vocab", "embed"), (256, 16), mesh) == PartitionSpec("tensor", "fsdp")
     assert spec(("vocab", "embed"), (257, 16), mesh) == PartitionSpec(None, "fsdp")
     assert spec(("layers", "heads", None, "embed"), (3, 2, 8, 16), mesh) == PartitionSpec(None, "tensor", None, "fsdp")
@@ -49,7 +50,7 @@ def test_rules_name_mesh_axes_and_leave_an_uneven_vocabulary_whole():
 
 def test_constrain_without_a_mesh_does_nothing():
     x = random(2, 3)
-    assert layers.constrain(x, ("batch", None)) is x
+    assert sharding.constrain(x, ("batch", None)) is x
 
 
 # Arithmetic

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mod_jax import sharding
 from mod_jax.config import make_config
 from mod_jax.models.attention import attend
 from mod_jax.models.splash import is_suited, splash_attend
-from mod_jax.scaling import sharding
 
 
 def make_row(batch, length, heads, kv_heads, head_dim):

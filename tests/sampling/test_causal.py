@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mod_jax import routing
-from mod_jax.config import ConfigError
+from mod_jax.errors import ConfigError
 from mod_jax.models.blocks import RoutedBlock
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling import causal

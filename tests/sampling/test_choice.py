@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax.sampling.choice import Options, RequestError, adjust, choose, row_keys
+from mod_jax.errors import RequestError
+from mod_jax.sampling.choice import Options, adjust, choose, row_keys
 
 LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
 programs = {"adjust": jax.jit(adjust), "choose": jax.jit(choose)}

@@ -8,7 +8,8 @@ import random
 
 import numpy as np
 
-from mod_jax.sampling import Options, RequestError, Sampler
+from mod_jax.errors import RequestError
+from mod_jax.sampling import Options, Sampler
 
 CONTEXT = 32
 ALPHABET = ["a", "\n", "\x00", "é", "日", "🦊", "\N{ZERO WIDTH JOINER}", "\N{RIGHT-TO-LEFT MARK}", "\ud800", "\uffff"]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from mod_jax.config import ConfigError
-from mod_jax.sampling import CacheOverflowError, RequestError, Sampler
+from mod_jax.errors import CacheOverflowError, ConfigError, RequestError
+from mod_jax.sampling import Sampler
 from mod_jax.sampling.programs import Programs
-from mod_jax.sampling.restore import causal_selection
+from mod_jax.trained import causal_selection
 
 PROMPTS = ["def f(x):", "x", ""]
 SHALLOW = {"model.depth": 2}

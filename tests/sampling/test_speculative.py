@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mod_jax.sampling import RequestError, Sampler
+from mod_jax.errors import RequestError
+from mod_jax.sampling import Sampler
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling.choice import Options, probabilities, row_keys
 from mod_jax.sampling.speculative import accept, draft_and_verify

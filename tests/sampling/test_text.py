@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mod_jax.data.tokenizers import ByteTokenizer
-from mod_jax.sampling.choice import RequestError
+from mod_jax.errors import RequestError
 from mod_jax.sampling.text import TextStream, encode_prompt
 
 TOKENIZER = ByteTokenizer()

@@ -16,15 +16,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mod_jax.config import make_config
+from mod_jax.errors import CheckpointMismatch, ResumeRefused, StorageError
 from mod_jax.training import checkpoint
-from mod_jax.training.checkpoint import (
-    Checkpointer,
-    CheckpointMismatch,
-    ResumeRefused,
-    StorageError,
-    check_same_run,
-    compute_digests,
-)
+from mod_jax.training.checkpoint import Checkpointer, check_same_run, compute_digests
 
 # Orbax leaves futures of a failed read unawaited; pytest reports them from whichever test runs next.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

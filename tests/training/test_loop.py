@@ -21,11 +21,12 @@ from tiny import TINY
 from mod_jax import cli
 from mod_jax import config as config_lib
 from mod_jax.config import make_config
+from mod_jax.errors import NumericsError, ResumeRefused
 from mod_jax.training import loop
-from mod_jax.training.checkpoint import Checkpointer, ResumeRefused
+from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.loop import Outcome, train
-from mod_jax.training.metrics import read_metrics
-from mod_jax.training.watch import NumericsError, Watch
+from mod_jax.training.rows import read_metrics
+from mod_jax.training.watch import Watch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHANGES = {

@@ -11,6 +11,7 @@ from output_losses import sums_of
 
 from mod_jax.models.blocks import RoutingRecord
 from mod_jax.models.decoder import ModelOutput
+from mod_jax.models.model import make_model
 from mod_jax.training.losses import (
     LossSums,
     membership_cross_entropy,
@@ -18,7 +19,6 @@ from mod_jax.training.losses import (
     objective,
     token_cross_entropy,
 )
-from mod_jax.training.step import make_model
 
 VOCAB = 32
 

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from mod_jax.config import OptimizerConfig
+from mod_jax.models.model import make_model
 from mod_jax.training import optimizer
-from mod_jax.training.step import make_model
 
 MATRICES = ("q_DNH", "k_DKH", "v_DKH", "o_NHD", "up_DF", "down_FD")
 

@@ -11,8 +11,8 @@ from tiny import TINY
 from mod_jax.config import make_config
 from mod_jax.training import loop
 from mod_jax.training.loop import Outcome, train
-from mod_jax.training.metrics import read_metrics
 from mod_jax.training.profile import SKIP, STEPS, window
+from mod_jax.training.rows import read_metrics
 
 CONFIG = make_config(
     **{**TINY, "model.depth": 2, "data.eval_windows": 8, "train.steps": 12, "train.log_every": 1, "train.eval_every": 8}

@@ -12,8 +12,9 @@ import pytest
 from output_losses import sums_of
 
 from mod_jax.config import make_config
+from mod_jax.models.model import make_model
 from mod_jax.training.optimizer import make_schedule
-from mod_jax.training.step import MODEL_INPUTS, init_state, make_model, make_train_step, routing_keys
+from mod_jax.training.step import MODEL_INPUTS, init_state, make_train_step, routing_keys
 
 VOCAB, B, T, NUM_STEPS = 32, 8, 16, 20
 RARE = VOCAB - 1  # a token that only row 0 holds

@@ -6,9 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from mod_jax.errors import NumericsError
 from mod_jax.training import watch as watch_lib
-from mod_jax.training.metrics import MetricWriter, Peak, read_metrics
-from mod_jax.training.watch import NumericsError, Watch, describe_eval, summary_table
+from mod_jax.training.rows import MetricWriter, read_metrics
+from mod_jax.training.watch import Watch, describe_eval, summary_table
+from mod_jax.tuning import Peak
 
 
 def step_metrics(loss=2.0, *, bad_steps=0, ratios=(0.5, 0.5), rate=0.1):

@@ -1,0 +1,68 @@
+"""Every error of mod_jax that a person can do something about, each with the exit code of a command that it ends.
+
+Exit code 0 is success: done, or preempted and saved. 1 is any error that is not listed here, shown with its traceback.
+"""
+
+
+class ModJaxError(Exception):
+    """The base of all errors below. A command prints its message as one line and exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class ConfigError(ModJaxError, ValueError):
+    """A config key, flag or argument holds a value that cannot be used. The message names it and what is allowed."""
+
+    exit_code = 2
+
+
+class RequestError(ConfigError):
+    """What was asked of the sampler cannot be done. The message names the argument, its value and what is allowed."""
+
+
+class NumericsError(ModJaxError, RuntimeError):
+    """Too many consecutive steps had a loss, gradient or router score that is not finite."""
+
+    exit_code = 3
+
+
+class StorageError(ModJaxError, RuntimeError):
+    """Checkpoints cannot be written, or none that would serve can be read. The message names directory and cause."""
+
+    exit_code = 4
+
+
+class DataError(ModJaxError, RuntimeError):
+    """Data that cannot be used. The message names the source, the place in it, and what to do."""
+
+    exit_code = 5
+
+
+class DistributedError(ModJaxError, RuntimeError):
+    """The processes of a run did not find each other, or do not agree on what to run."""
+
+    exit_code = 6
+
+
+class CheckpointMismatch(ModJaxError, ValueError):
+    """A good checkpoint holds other leaves than the model at hand. The message names the first that differ."""
+
+    exit_code = 7
+
+
+class ResumeRefused(ModJaxError, ValueError):
+    """The config or the corpus is not the one that wrote the checkpoint. The message lists every difference."""
+
+    exit_code = 7
+
+
+class CausalityError(ModJaxError, RuntimeError):
+    """A selection that must be causal let a later token change an earlier logit."""
+
+
+class PathMismatchError(ModJaxError, RuntimeError):
+    """Two paths of one causal selection gave different log-likelihoods to the same text."""
+
+
+class CacheOverflowError(ModJaxError, RuntimeError):
+    """A routed block selected more tokens of a row than its cache has slots, and growing was ruled out."""

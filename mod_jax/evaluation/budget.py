@@ -1,0 +1,89 @@
+"""A serving-time compute budget: other cut-offs for a trained model, without training.
+
+Under selection "threshold" a routed block computes on the tokens whose score exceeds its cut-off. Shifting the cut-offs
+sets how many those are. That is a way down rather than up: tokens far below the trained capacity's cut-off carry
+weights that no training ever used, and the loss rises with them (`experiments/budget_curve.py` draws it). Vocabulary:
+L routed blocks in order of depth.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from mod_jax.data.batches import Batch, eval_batches
+from mod_jax.data.corpus import Corpus, prepare_corpus
+from mod_jax.errors import ConfigError, RequestError
+from mod_jax.models.blocks import RoutingRecord
+from mod_jax.trained import TrainedModel
+
+
+class Budget(NamedTuple):
+    """Cut-offs, and the fraction of the calibration text that they select, per routed block."""
+
+    cutoffs_L: np.ndarray
+    capacity_L: tuple[float, ...]
+
+
+def calibrate(model: TrainedModel, capacity: float | Sequence[float], batches: Sequence[Batch]) -> Budget:
+    """Finds the cut-offs at which each routed block selects `capacity` of the tokens of `batches`.
+
+    Block by block, first to last: what a block selects changes what later blocks read, and nothing before it.
+
+    Args:
+      capacity: fraction in (0, 1]; one number, or one per routed block.
+      batches: held-out text (see `held_out_batches`), best of other windows than those of the evaluation.
+
+    Raises:
+      ConfigError: if the model cannot be run by selection "threshold".
+    """
+    num_routed = model.config.num_routed
+    if "threshold" not in model.config.causal_selections:
+        raise ConfigError(f"capacity = {capacity}: this model has no cut-offs to shift (no causal routing)")
+    capacities = list(capacity) if isinstance(capacity, Sequence) else [capacity] * num_routed
+    if len(capacities) != num_routed or not all(0 < c <= 1 for c in capacities):
+        raise RequestError(
+            f"capacity = {capacity}: must be in (0, 1]; one number, or {num_routed}, one per routed block"
+        )
+
+    @jax.jit
+    def route(params, cutoffs_L, tokens_BT, positions_BT, segments_BT) -> RoutingRecord:
+        inputs = (tokens_BT, positions_BT, segments_BT)
+        return model.model.run(params, *inputs, selection="threshold", cutoffs_L=cutoffs_L).routing
+
+    cutoffs_L = np.array(model.cutoffs_L)
+    realised = []
+    for index, wanted in enumerate(capacities):
+        scores = []
+        for batch in batches:
+            record = route(model.params, cutoffs_L, batch["tokens_BT"], batch["positions_BT"], batch["segment_ids_BT"])
+            scores.append(np.asarray(record.router_logits_BT[index])[batch["segment_ids_BT"] > 0])
+        scores = np.sort(np.concatenate(scores))
+        cutoffs_L[index] = cutoff_between(scores, wanted)
+        realised.append(float(np.mean(scores > cutoffs_L[index])))
+    return Budget(cutoffs_L, tuple(realised))
+
+
+def cutoff_between(scores: np.ndarray, capacity: float) -> np.float32:
+    """The cut-off that the nearest possible number to `capacity` * len of the increasing `scores` exceed."""
+    below = scores.size - round(capacity * scores.size)
+    if below == 0:
+        return np.nextafter(np.float32(scores[0]), np.float32(-np.inf))
+    if below == scores.size:
+        return np.float32(scores[-1])
+    low, high = np.float32(scores[below - 1]), np.float32(scores[below])
+    middle = low + (high - low) / np.float32(2)
+    return middle if middle < high else low
+
+
+def held_out_batches(model: TrainedModel, corpus: Corpus | None = None) -> list[Batch]:
+    """The run's own held-out windows. `corpus`: the prepared corpus, if it is at hand."""
+    config = model.config
+    corpus = corpus or prepare_corpus(config.data)
+    return eval_batches(
+        corpus,
+        seq_len=config.data.seq_len,
+        num_windows=config.data.eval_windows,
+        batch_size=config.train.batch_size // config.train.accumulation,
+    )

@@ -1,0 +1,42 @@
+"""A decoder described without its parameters, which then are a plain nested dict."""
+
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from mod_jax.config import Config
+from mod_jax.models.decoder import Decoder, ModelOutput
+
+INIT_STREAM = 0  # of the seed; 1 is routing's
+
+
+class Model(NamedTuple):
+    """A decoder without its parameters: apply with `run`, place with `logical_specs`."""
+
+    graphdef: Any
+    abstract_params: dict[str, Any]
+    logical_specs: dict[str, Any]
+    init: Any
+
+    def merge(self, params: dict[str, Any]) -> Decoder:
+        return nnx.merge(self.graphdef, nnx.State(params))
+
+    def run(self, params: dict[str, Any], *args, **kwargs) -> ModelOutput:
+        return self.merge(params)(*args, **kwargs)
+
+
+def make_model(config: Config, vocab_size: int) -> Model:
+    """Describes the model without allocating it; `init()` makes the parameters as a pure nested dict."""
+
+    def build() -> Decoder:
+        key = jax.random.fold_in(jax.random.key(config.seed), INIT_STREAM)
+        return Decoder(config, vocab_size, nnx.Rngs(params=key))
+
+    graphdef, abstract = nnx.split(nnx.eval_shape(build), nnx.Param)
+    return Model(
+        graphdef,
+        nnx.to_pure_dict(abstract),
+        nnx.to_pure_dict(nnx.get_partition_spec(abstract)),
+        lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param)),
+    )

@@ -1,0 +1,1 @@
+"""What a program would cost on hardware that nobody here owns: compiled for it, read, estimated."""

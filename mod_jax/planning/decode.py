@@ -1,0 +1,308 @@
+"""What decoding a config would take on a TPU chip that nobody here owns: memory, FLOPs, bytes read, time per token.
+
+`make_report` compiles the very loop that `Sampler` would run there, for a model that need not be trained; `describe` is
+the report for a person. A sampler holds the whole model on one chip, so a plan is for one chip of the slice. Memory is
+the compiler's own figure; FLOPs and traffic are read from the compiled program; the time is an estimate (see
+`mod_jax.planning.roofline`), never a measurement.
+
+What no program can tell is how often a routed block runs. Here each row enters it with the probability `capacity`,
+whatever the other rows do, and a block makes as many passes as the rows that enter need: one trip of its loop each or,
+at batch 1, the true branch of its conditionals. Vocabulary: B rows, R rows per pass, L routed blocks.
+"""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, SingleDeviceSharding
+
+from mod_jax import tuning
+from mod_jax.config import Config
+from mod_jax.data.corpus import cache_root
+from mod_jax.errors import ConfigError
+from mod_jax.models import flops
+from mod_jax.models.model import make_model
+from mod_jax.planning import program, roofline, topology
+from mod_jax.planning.report import (
+    changed_line,
+    compiled_line,
+    count,
+    describe_compilation,
+    describe_inputs,
+    find_slice,
+    line,
+    memory_line,
+    size,
+    wrap,
+)
+from mod_jax.sampling import cache as cache_lib
+from mod_jax.sampling.causal import Layers, rows_per_pass
+from mod_jax.sampling.choice import Options, row_keys
+from mod_jax.sampling.generate import MIN_BUCKET, bucket
+from mod_jax.sampling.programs import Programs, Request, serving_layers
+from mod_jax.trained import causal_selection
+
+PLATFORM = "tpu"
+ONE_CHIP = {"chip": 1}
+TIGHT = 0.9  # of a chip's memory: beyond it, prefill may not fit
+
+
+def make_report(config: Config, topology_name: str, batch_size: int, context: int | None = None) -> dict[str, Any]:
+    """Compiles the decoding loop of `config` for a TPU chip; what it takes, as JSON-ready numbers of bytes and seconds.
+
+    Args:
+      batch_size: rows that are generated together.
+      context: positions of a row, prompt and new tokens; None: `model.context`. Rounded up as the sampler does.
+
+    Raises:
+      ConfigError: the slice does not exist, libtpu is missing, or this config cannot be sampled like this.
+    """
+    if batch_size < 1:
+        raise ConfigError(f"--batch={batch_size}: must be >= 1")
+    longest = config.model.context
+    if context is not None and not 2 <= context <= longest:
+        raise ConfigError(f"--context={context}: must be in [2, {longest}], the model's context")
+    selection = causal_selection(config)
+    product, read_as, devices = find_slice(config, topology_name)
+    num_positions = bucket(context or longest, longest)
+
+    traced, layers = trace_decoding(config, selection, batch_size, num_positions, devices[0])
+    mesh = jax.make_mesh((1,), tuple(ONE_CHIP), axis_types=(AxisType.Auto,), devices=devices[:1])
+    compiled = topology.compile_for(traced.lower(), product, mesh, cache_root(config.data) / "plans")
+
+    slots = cache_lib.slot_counts(config, num_positions)
+    rows = [rows_per_pass(batch_size, block.capacity, PLATFORM) for block in config.blocks]
+    passes = [expected_passes(batch_size, block.capacity) for block in config.blocks]
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(layers))
+    weights = tree_bytes(layers)
+    report = {
+        **describe_inputs(config, product, devices, ONE_CHIP),
+        "program": "decode",
+        "notes": [read_as] if read_as else [],
+        "parameters": num_parameters,
+        "selection": selection,
+        "dtype": config.model.dtype,
+        "batch": batch_size,
+        "context": num_positions,
+        "passes": passes,
+        "rows_per_pass": rows,
+        "compile": describe_compilation(compiled),
+        "memory": {
+            "available": product.chip.hbm_bytes,
+            "weights": weights,
+            "cache": cache_lib.cache_bytes(config, batch_size, slots),
+            "dense_cache": cache_lib.cache_bytes(config, batch_size, (num_positions,) * len(slots)),
+            "loading": 4 * num_parameters + weights,  # a checkpoint is float32, and rounded beside itself
+        },
+        "flops": {"model": flops.decode_flops(config, config.model.vocab_size, slots).total},
+        "read": bytes_read(config, layers, batch_size, slots, passes, rows),
+    }
+    if context not in (None, num_positions):
+        report["notes"].append(f"--context={context} is rounded up to {num_positions}, as the sampler does")
+    if not compiled.refused:
+        _add_measures(report, product, mesh, compiled)
+    report["fits"] = (
+        not compiled.refused and max(compiled.hbm_bytes, report["memory"]["loading"]) <= product.chip.hbm_bytes
+    )
+    report["verdict"] = verdict(report)
+    return report
+
+
+def trace_decoding(
+    config: Config, selection: str, batch_size: int, num_positions: int, device: jax.Device
+) -> tuple[jax.stages.Traced, Layers]:
+    """`Programs.advance` as `Sampler` compiles it, all on one device; and the weights as the sampler keeps them."""
+    vocab_size, capacity_L = config.model.vocab_size, tuple(b.capacity for b in config.blocks if b.kind == "R")
+    model = make_model(config, vocab_size)
+    layers = jax.eval_shape(functools.partial(serving_layers, config, model, platform=PLATFORM), model.abstract_params)
+    weights, structure = jax.tree.flatten(layers)
+    programs = Programs(config, structure, selection, capacity_L, vocab_size, 0, PLATFORM)
+
+    def request():
+        cutoffs_L, stop_V = jnp.zeros(config.num_routed), jnp.zeros(vocab_size, bool)
+        return Request(cutoffs_L, Options().knobs(), row_keys(0, batch_size), stop_V)
+
+    request = jax.eval_shape(request)
+    slots = cache_lib.slot_counts(config, num_positions)
+    prefill = functools.partial(programs.prefill, num_positions=num_positions, slots=slots)
+    ids_BT, ids_B, scalar = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch_size, 1), (batch_size,), ()))
+    state, _ = jax.eval_shape(prefill, weights, request, ids_BT, ids_B, ids_B)
+
+    here = SingleDeviceSharding(device)
+    lies = programs.state_shardings(here)
+
+    def place(tree, shardings=None):
+        shardings = shardings or jax.tree.map(lambda _: here, tree)
+        return jax.tree.map(lambda a, lies: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=lies), tree, shardings)
+
+    advance = jax.jit(programs.advance, donate_argnames="state", out_shardings=lies)
+    return advance.trace(place(weights), place(request), state=place(state, lies), target=place(scalar)), layers
+
+
+def expected_passes(batch_size: int, capacity: float) -> float:
+    """E[ceil(n / R)], where each of B rows enters with the probability `capacity`, and n of them do.
+
+    At batch 1 this is the probability that the block runs; of a full block it is 1.
+    """
+    chance_n = np.ones(1)
+    for _ in range(batch_size):
+        chance_n = np.convolve(chance_n, [1 - capacity, capacity])
+    passes_n = np.ceil(np.arange(batch_size + 1) / rows_per_pass(batch_size, capacity, PLATFORM))
+    return float(chance_n @ passes_n)
+
+
+def bytes_read(
+    config: Config, layers: Layers, batch_size: int, slots: tuple[int, ...], passes: list[float], rows: list[int]
+) -> dict[str, float]:
+    """Bytes of weights and of caches that a step must read, by count: each pass a block's weights, and R rows' caches.
+
+    Args:
+      passes: expected number, by depth.
+      rows: R, by depth.
+    """
+    # Of a table that is not tied only B rows are read.
+    embedder = layers.embedder
+    weights = tree_bytes(embedder if embedder.tie else embedder.unembed_DV) + tree_bytes(layers.final_norm)
+    cached = 0.0
+    cache = jax.eval_shape(lambda: cache_lib.init_cache(config, batch_size, slots))
+    inside = tree_bytes(layers.inner) / max(1, config.num_routed)
+    for depth, (block, block_cache) in enumerate(zip(layers.blocks, cache, strict=True)):
+        weights += tree_bytes(block)  # of a routed block: router and predictor, which always run
+        weights += passes[depth] * inside if config.blocks[depth].kind == "R" else 0
+        cached += passes[depth] * rows[depth] / batch_size * tree_bytes(block_cache)
+    return {"weights": weights, "cache": cached}
+
+
+def tree_bytes(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def read_loop(text: str, passes: list[float]) -> program.Step:
+    """One step of the compiled loop, routed blocks as often as `passes` says by depth. A token is drawn by temperature:
+    the two conditions of how to choose it are true without top-k and top-p."""
+
+    def odds(source: str) -> float:
+        block = re.search(r"/block(\d+)/(?:cond|while)$", source)
+        return passes[int(block[1])] if block else 1.0
+
+    return program.read_step(text, ONE_CHIP, of_loop=True, odds=odds)
+
+
+def _add_measures(report: dict[str, Any], product, mesh, compiled) -> None:
+    """Adds what only a compiled program can tell: memory, FLOPs, traffic, and the estimate made from them."""
+    step = read_loop(compiled.text, report["passes"])
+    bypassed = read_loop(compiled.text, [0.0] * len(report["passes"]))
+    around_loop = program.read_step(compiled.text, ONE_CHIP, odds=lambda _: 0.0)
+    report["memory"] |= {**compiled.memory, "needed": compiled.hbm_bytes}
+    report["flops"] |= {
+        "compiled": step.flops / report["batch"],
+        "compiled_every_block": compiled.flops_once / report["batch"],
+    }
+    report["read"] |= {
+        "compiled": step.hbm_bytes,
+        "compiled_bypassed": bypassed.hbm_bytes,
+        "per_call": around_loop.hbm_bytes,
+    }
+    times = roofline.estimate(step, product, tuning.peak_flops(product.chip.kind), topology.coordinates(mesh))
+    by_count = (report["read"]["weights"] + report["read"]["cache"]) / product.chip.hbm_bandwidth
+    # A tiny model stays on the chip from step to step, as far as the program tells; no plan should count on that.
+    seconds = max(times.seconds_exposed, by_count)
+    report["estimate"] = {
+        **{name: value for name, value in dataclasses.asdict(times).items() if name in ("compute", "hbm")},
+        "seconds": seconds,
+        "seconds_by_count": by_count,
+        "tokens_per_second": report["batch"] / seconds,
+    }
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Whether it fits, by how much, and if not what to change, what costs least first."""
+    memory, name = report["memory"], report["topology"]["name"]
+    available, loading = memory["available"], memory["loading"]
+    needed = max(memory.get("needed", available), loading)
+    if report["fits"]:
+        tight = " (tight: a prompt needs room too)" if needed > TIGHT * available else ""
+        loads = " while it loads" if loading == needed else ""
+        return f"FITS on a chip of {name}: {size(available - needed)} to spare{loads}{tight}"
+    larger = [f"{kind} ({size(chip.hbm_bytes)})" for kind, chip in topology.CHIPS.items() if chip.hbm_bytes > needed]
+    changes = [f"a chip of {' or '.join(larger)}" if larger else "fewer parameters: sampling splits no model"]
+    if loading > available:
+        why = f"loading takes {size(loading)} of {size(available)}, parameters in float32 beside those rounded"
+    else:
+        why = report["compile"]["refused"] or f"decoding takes {size(needed)} of {size(available)}"
+        smaller = (("batch", report["batch"] // 2, 1), ("context", report["context"] // 2, MIN_BUCKET))
+        changes = [f"--{flag}={value}" for flag, value, least in smaller if value >= least] + changes
+    return f"DOES NOT FIT on a chip of {name}: {why}; try {', then '.join(changes)}"
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report for a person, the verdict last."""
+    where, memory, flops = (report[name] for name in ("topology", "memory", "flops"))
+    others = f"; the other {where['chips'] - 1} are free for samplers of their own" if where["chips"] > 1 else ""
+    lines = [
+        line("target", f"one chip of {where['name']} ({where['kind']}): a sampler keeps a model on one chip{others}"),
+        changed_line(report),
+        line(
+            "size",
+            f"{report['layout']}, {report['parameters']:,} parameters, {size(memory['weights'])} as they are sampled "
+            f"from (matrices {report['dtype']}, the rest float32); a step is one token for "
+            f"{count(report['batch'], 'row')} of up to {report['context']:,} positions; selection "
+            f"{report['selection']}",
+        ),
+        compiled_line(report),
+        *(line("note", note) for note in report["notes"]),
+        line(
+            "cache",
+            f"{size(memory['cache'])}, {memory['cache'] / memory['dense_cache']:.3f} of a dense model's "
+            f"{size(memory['dense_cache'])} at this depth",
+        ),
+        line("loading", f"{size(memory['loading'])}, before there is a cache: the checkpoint's float32, then rounded"),
+    ]
+    if not report["compile"]["refused"]:
+        lines += [
+            memory_line(memory),
+            *([line("routed", _routed(report))] if report["selection"] != "none" else []),
+            line(
+                "flops",
+                f"{flops['model']:.4g} a token by our count, caches full; {flops['compiled']:.4g} in the matrix "
+                "products of the compiled program, without those of few rows, which run on the vector unit; the "
+                f"compiler's own figure, every block once, is {flops['compiled_every_block']:.4g}",
+            ),
+            line("read", _read(report)),
+            line("moved", "nothing: one chip"),
+            line("estimate", _estimate(report)),
+        ]
+    return wrap([*lines, line("verdict", report["verdict"])])
+
+
+def _read(report: dict[str, Any]) -> str:
+    read = report["read"]
+    kept = ", since much stays on the chip from step to step" if read["compiled"] < read["weights"] else ""
+    bypassed = f", {size(read['compiled_bypassed'])} where no row enters a routed block"
+    return (
+        f"{size(read['weights'] + read['cache'])} a step by our count: weights {size(read['weights'])}, full caches "
+        f"{size(read['cache'])}. {size(read['compiled'])} to and from HBM in the compiled program{kept}"
+        f"{bypassed if report['selection'] != 'none' else ''}. {size(read['per_call'])} more around the loop: once a "
+        "generation, or once a token where text is streamed"
+    )
+
+
+def _routed(report: dict[str, Any]) -> str:
+    by_depth = zip(report["layout"], report["passes"], report["rows_per_pass"], strict=True)
+    kinds = sorted({(passes, rows) for kind, passes, rows in by_depth if kind == "R"})
+    expected = " or ".join(f"{passes:.3g} passes of {count(rows, 'row')}" for passes, rows in kinds)
+    return f"{expected} a block and step, expected if each row enters by chance, with the block's capacity"
+
+
+def _estimate(report: dict[str, Any]) -> str:
+    e = report["estimate"]
+    return (
+        f"{1e3 * e['seconds']:.3g} ms a token and row, {e['tokens_per_second']:,.0f} tokens/s for all rows. A "
+        f"roofline, optimistic, not a measurement, no TPU ran it: HBM {1e3 * e['hbm']:.3g} ms, matrix unit "
+        f"{1e3 * e['compute']:.3g} ms; HBM {1e3 * e['seconds_by_count']:.3g} ms by our count. Loops and branches of "
+        "routed blocks count as often as expected above; a token is drawn without top-k and top-p"
+    )

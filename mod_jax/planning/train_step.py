@@ -1,0 +1,250 @@
+"""What training a config would take on a TPU slice that nobody here owns: memory, FLOPs, traffic, time.
+
+`make_report` compiles the very program that `loop.train` would run there and reads the result; `describe` is the report
+for a person. Memory is the compiler's own figure; FLOPs and traffic are read from the compiled program; the time is an
+estimate (see `mod_jax.planning.roofline`), never a measurement.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+
+from mod_jax import sharding, tuning
+from mod_jax.config import Config, MeshConfig
+from mod_jax.data.corpus import cache_root
+from mod_jax.errors import ConfigError
+from mod_jax.models import flops
+from mod_jax.models.decoder import repeating_unit
+from mod_jax.models.model import make_model
+from mod_jax.planning import program, roofline, topology
+from mod_jax.planning.collectives import token_movers
+from mod_jax.planning.report import (
+    changed_line,
+    compiled_line,
+    count,
+    describe_compilation,
+    describe_inputs,
+    find_slice,
+    line,
+    memory_line,
+    size,
+    wrap,
+)
+from mod_jax.training import loop, losses
+
+BATCH_AXES = ("data", "fsdp")
+TIGHT = 0.9  # of a chip's memory: beyond it, evaluation may not fit beside the train state
+
+
+def make_report(config: Config, topology_name: str) -> dict[str, Any]:
+    """Compiles the train step of `config` for a TPU slice; what it takes, as JSON-ready numbers of bytes and seconds.
+
+    Raises:
+      ConfigError: the slice does not exist, libtpu is missing, the config cannot be laid out on it, or has no
+        vocab_size.
+    """
+    product, read_as, devices = find_slice(config, topology_name)
+    vocab_size = config.model.vocab_size
+    config, changed_mesh = with_workable_mesh(config, len(devices))
+    mesh = sharding.make_mesh(config, devices)
+    notes = [note for note in (read_as, changed_mesh) if note]
+    if topology.splits_physical_axes(mesh):
+        notes.append(f"mesh axes are no products of axes of {product.shape}: some neighbours are several hops apart")
+
+    model = make_model(config, vocab_size)
+    state = loop.abstract_state(config, model, mesh)
+    num_steps = flops.train_steps(config, vocab_size)
+    lowered = loop.lower_step(config, model, mesh, state, num_steps)
+    cache = cache_root(config.data) / "plans"
+    compiled = topology.compile_for(lowered, product, mesh, cache)
+
+    state_parts = [(leaf, math.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in jax.tree.leaves(state)]
+    report = {
+        **describe_inputs(config, product, devices, dict(mesh.shape)),
+        "program": "train",
+        "notes": notes,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        "steps": num_steps,
+        "rows": config.train.batch_size,
+        "seq_len": config.data.seq_len,
+        "compile": describe_compilation(compiled),
+        "memory": {
+            "available": product.chip.hbm_bytes,
+            "state": sum(leaf.dtype.itemsize * length for leaf, length in state_parts),
+            "whole_state": sum(leaf.dtype.itemsize * leaf.size for leaf, _ in state_parts),
+        },
+        "flops": {"model": config.train.batch_size * flops.train_flops(config, vocab_size)},
+    }
+    if not compiled.refused:
+        _add_measures(report, config, product, mesh, state.params, compiled)
+    report["fits"] = not compiled.refused and compiled.hbm_bytes <= product.chip.hbm_bytes
+    report["verdict"] = verdict(config, report)
+    return report
+
+
+def _add_measures(report: dict[str, Any], config: Config, product, mesh, params, compiled) -> None:
+    """Adds what only a compiled program can tell: memory, FLOPs, collectives, and the estimate made from them."""
+    step = program.read_step(compiled.text, dict(mesh.shape))
+    report["memory"] |= {**compiled.memory, "needed": compiled.hbm_bytes}
+    report["flops"] |= {
+        "compiled": step.flops * mesh.size,
+        "compiled_loops_once": compiled.flops_once * mesh.size,
+    }
+
+    moved = collections.defaultdict(lambda: {"count": 0, "bytes": 0.0})
+    for collective, times in step.moved:
+        entry = moved[collective.kind, collective.axes]
+        entry["count"] += times
+        entry["bytes"] += times * roofline.bytes_sent(collective)
+    report["collectives"] = [
+        {"kind": kind, "axes": axes, **entry}
+        for (kind, axes), entry in sorted(moved.items(), key=lambda item: -item[1]["bytes"])
+    ]
+    shapes = [(leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params)]
+    report["token_movers"] = [
+        f"{c.kind} {c.dtype}{list(c.shape)} over {' and '.join(c.axes)} ({c.source or 'no name'})"
+        for c in token_movers([collective for collective, _ in step.moved], shapes, BATCH_AXES)
+    ]
+    report["sorts"] = step.sorts
+
+    peak = tuning.peak_flops(product.chip.kind)
+    times = roofline.estimate(step, product, peak, topology.coordinates(mesh))
+    report["estimate"] = dataclasses.asdict(times) | {
+        f"mfu_{case}": report["flops"]["model"] / (peak * mesh.size * getattr(times, f"seconds_{case}"))
+        for case in ("hidden", "exposed")
+    }
+
+    notes = report["notes"]
+    rows = config.train.batch_size // config.train.accumulation
+    with jax.set_mesh(mesh):
+        loss_chunks = losses.num_chunks(rows, config.data.seq_len, config.train.loss_chunk)
+    known = {len(config.blocks) // repeating_unit(config.blocks), config.train.accumulation, loss_chunks}
+    if step.unknown_loops:
+        notes.append(f"{step.unknown_loops} loops have no constant trip count: their bodies are counted once")
+    if odd := sorted(set(step.trip_counts) - known):
+        notes.append(f"loops of {odd} trips are neither the stack of blocks, nor micro-batches, nor chunks of the loss")
+    if step.kernels:
+        notes.append(f"{step.kernels} runs of kernels that are not known here count as no FLOPs: MFU is less")
+
+
+def rows_at_a_time(config: Config, mesh_shape: dict[str, int]) -> int:
+    """Rows of a micro-batch on each device."""
+    return config.train.batch_size // config.train.accumulation // (mesh_shape["data"] * mesh_shape["fsdp"])
+
+
+def with_workable_mesh(config: Config, num_devices: int) -> tuple[Config, str]:
+    """The config, or one whose mesh covers that many devices where its own cannot, and a note of what was changed.
+
+    Most often there are more chips than rows: the smallest tensor axis then takes the rest.
+    """
+
+    def problem(mesh: MeshConfig) -> str:
+        try:
+            covered = math.prod(sharding.mesh_shape(dataclasses.replace(config, mesh=mesh), num_devices))
+        except ConfigError as error:
+            return str(error)
+        return "" if covered == num_devices else f"config.mesh covers {covered} of {num_devices} devices"
+
+    why = problem(config.mesh)
+    if not why:
+        return config, ""
+    for tensor in (n for n in range(1, num_devices + 1) if num_devices % n == 0):
+        ways = num_devices // tensor
+        mesh = MeshConfig(ways, 1, tensor) if config.mesh.fsdp == 1 else MeshConfig(1, ways, tensor)
+        if not problem(mesh):
+            keys = " ".join(f"--config.mesh.{axis}={ways}" for axis, ways in dataclasses.asdict(mesh).items())
+            return dataclasses.replace(
+                config, mesh=mesh
+            ), f"{why}; planned instead with {keys}, to be given to train too"
+    raise ConfigError(why)
+
+
+def verdict(config: Config, report: dict[str, Any]) -> str:
+    """Whether it fits, by how much, and if not what to change, what costs least first."""
+    memory, name, mesh = report["memory"], report["topology"]["name"], report["topology"]["mesh"]
+    if report["fits"]:
+        tight = " (tight: evaluation needs room too)" if memory["needed"] > TIGHT * memory["available"] else ""
+        return f"FITS on {name}: {size(memory['available'] - memory['needed'])} a chip to spare{tight}"
+    state, chips_for_state = memory["whole_state"], math.ceil(memory["whole_state"] / memory["available"])
+    if chips_for_state > report["topology"]["devices"]:
+        return (
+            f"DOES NOT FIT on {name}: parameters and optimizer alone take {size(state)}, {chips_for_state} x "
+            f"{size(memory['available'])}, and a step needs room beside them; try a larger slice"
+        )
+    split = "--config.mesh.data=1 --config.mesh.fsdp=-1 (each chip now holds the whole state)"
+    rows = rows_at_a_time(config, mesh)
+    changes = [split] if mesh["data"] > 1 and memory["state"] > memory["available"] / 2 else []
+    if config.model.remat != "full":
+        changes.append("--config.model.remat=full")
+    if rows > 1:
+        # The compiler's complaint names what it needed, and then what there is.
+        asked = re.search(r"\((\d+\.?\d*)G\)", report["compile"]["refused"])
+        excess = (float(asked[1]) * 2**30 if asked else memory["needed"]) / memory["available"]
+        parts = min(rows, 2 ** max(1, math.ceil(math.log2(excess))))
+        changes.append(f"--config.train.accumulation={parts * config.train.accumulation}")
+    if mesh["data"] > 1 and split not in changes:
+        changes.append(split)
+    changes.append("a larger slice")
+    why = report["compile"]["refused"] or f"{size(memory['needed'])} of {size(memory['available'])} a chip"
+    return f"DOES NOT FIT on {name}: {why}; try {', then '.join(changes)}"
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report for a person, the verdict last."""
+    where, memory, flops = (report[name] for name in ("topology", "memory", "flops"))
+    chips, devices = count(where["chips"], "chip"), count(where["devices"], "device")
+    mesh = " x ".join(f"{axis} {ways}" for axis, ways in where["mesh"].items())
+    lines = [
+        line("target", f"{where['name']}: {chips}, {devices} ({where['kind']}), mesh {mesh}"),
+        changed_line(report),
+        line(
+            "size",
+            f"{report['layout']}, {report['parameters']:,} parameters, with optimizer {size(memory['state'])} a chip; "
+            f"a step is {report['rows']:,} rows of {report['seq_len']:,} tokens",
+        ),
+        compiled_line(report),
+        *(line("note", note) for note in report["notes"]),
+    ]
+    if not report["compile"]["refused"]:
+        lines += [
+            memory_line(memory),
+            line(
+                "flops",
+                f"{flops['model']:.4g} a step by our count, nothing recomputed; {flops['compiled']:.4g} in the matrix "
+                "products of the compiled program, every loop times its trips; the compiler's own figure, every loop "
+                f"once, is {flops['compiled_loops_once']:.4g}",
+            ),
+            line("moved", "runs and bytes sent, per chip and step, every loop times its trips"),
+            *(
+                line("", f"{entry['kind']:<20}{' and '.join(entry['axes']) or 'no axis':<20}")
+                + f"{entry['count']:>7,} {entry['bytes'] / 2**20:>12,.1f} MiB"
+                for entry in report["collectives"]
+            ),
+            line("routing", _routing(report["token_movers"], report["sorts"])),
+            line("estimate", _estimate(report)),
+        ]
+    return wrap([*lines, line("verdict", report["verdict"])])
+
+
+def _routing(movers: list[str], sorts: int) -> str:
+    if movers:
+        return f"{len(movers)} COLLECTIVES MOVE TOKENS OR SCORES between rows of the batch: {'; '.join(movers)}"
+    return (
+        "no collective: only weights, gradients and sums move over data and fsdp, no token, score or index; "
+        f"{sorts:,} sorts a step"
+    )
+
+
+def _estimate(report: dict[str, Any]) -> str:
+    e, chips = report["estimate"], report["topology"]["chips"]
+    low, high = (report["steps"] * e[f"seconds_{case}"] / 3600 for case in ("hidden", "exposed"))
+    return (
+        f"{e['seconds_hidden']:.3g} s a step if collectives hide behind work, {e['seconds_exposed']:.3g} s "
+        f"if not; MFU {e['mfu_hidden']:.0%} or {e['mfu_exposed']:.0%}; {report['steps']:,} steps in {low:.3g} to "
+        f"{high:.3g} h, {low * chips:.3g} to {high * chips:.3g} chip-hours. A roofline, optimistic, not a measurement: "
+        f"compute {e['compute']:.3g} s, HBM {e['hbm']:.3g} s, interconnect {e['interconnect']:.3g} s"
+    )

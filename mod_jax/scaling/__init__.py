@@ -1,1 +1,0 @@
-"""Sizes: device meshes and shardings, FLOP counts, run lengths."""

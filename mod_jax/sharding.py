@@ -1,0 +1,159 @@
+"""One device mesh (data, fsdp, tensor), how a parameter is declared, and where each array lives on the mesh.
+
+Rows of a batch are split over data and fsdp together; parameters and optimizer moments over fsdp and tensor, by the
+logical axes that each parameter declares; everything else is replicated. A *logical axis* names the meaning of one
+dimension of an array ("embed", "heads"); `ShardingRules` says which mesh axis, if any, it is split over.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mod_jax.config import Config
+from mod_jax.errors import ConfigError
+
+AXES = ("data", "fsdp", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingRules:
+    """Logical axis -> mesh axes. None: not split. The positions of a row are never split: the router ranks them."""
+
+    batch: tuple[str, ...] | None = ("data", "fsdp")
+    vocab: str | None = "tensor"
+    embed: str | None = "fsdp"
+    heads: str | None = "tensor"
+    kv_heads: str | None = "tensor"
+    mlp: str | None = "tensor"
+    layers: str | None = None
+
+    def spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...], mesh_shape: dict[str, int]) -> PartitionSpec:
+        """Mesh axes of an array with these logical axes. A vocabulary that does not divide evenly stays whole."""
+        entries = [None if axis is None else getattr(self, axis) for axis in axes]
+        for i, axis in enumerate(axes):
+            if axis == "vocab" and entries[i] is not None and shape[i] % mesh_shape[entries[i]]:
+                entries[i] = None
+        return PartitionSpec(*entries)
+
+
+RULES = ShardingRules()
+
+Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
+
+
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init: Initializer) -> nnx.Param:
+    """Declares one float32 parameter. `axes` names the meaning of each dimension (see `ShardingRules`)."""
+    if len(shape) != len(axes):
+        raise ValueError(f"shape {shape} and axes {axes} differ in length")
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), out_sharding=axes, eager_sharding=False)
+
+
+def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """Fixes how an activation is laid out over the current mesh; does nothing without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, RULES.spec(axes, x.shape, dict(mesh.shape)))
+
+
+def mesh_shape(config: Config, num_devices: int) -> tuple[int, int, int]:
+    """Sizes of (data, fsdp, tensor) on `num_devices` devices, with -1 resolved.
+
+    Raises:
+      ConfigError: if the devices, the batch or the model do not divide evenly.
+    """
+    sizes = {name: getattr(config.mesh, name) for name in AXES}
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    for name, size in sizes.items():
+        if size == -1:
+            if num_devices % fixed:
+                raise ConfigError(
+                    f"config.mesh.{name} = -1: {num_devices} devices do not divide by the others, {fixed}"
+                )
+            sizes[name] = num_devices // fixed
+    total = math.prod(sizes.values())
+    if total > num_devices or (total < num_devices and jax.process_count() > 1):
+        product = " * ".join(f"mesh.{name} = {size}" for name, size in sizes.items())
+        raise ConfigError(f"config.{product}: needs {total} devices, there are {num_devices}")
+
+    model, rows = config.model, config.train.batch_size // config.train.accumulation
+    batch_ways = sizes["data"] * sizes["fsdp"]
+    if rows % batch_ways:
+        raise ConfigError(
+            f"config.train.batch_size = {config.train.batch_size}: each of {config.train.accumulation} micro-batches "
+            f"has {rows} rows, which mesh.data * mesh.fsdp = {batch_ways} must divide"
+        )
+    for key, size, axis in (
+        ("model.width", model.width, "fsdp"),
+        ("model.num_heads", model.num_heads, "tensor"),
+        ("model.num_kv_heads", model.num_kv_heads, "tensor"),
+        ("model.mlp_dim", model.mlp_dim, "tensor"),
+    ):
+        if size % sizes[axis]:
+            raise ConfigError(f"config.{key} = {size}: must be divisible by mesh.{axis} = {sizes[axis]}")
+    return tuple(sizes.values())
+
+
+def make_mesh(config: Config, devices: list | None = None) -> Mesh:
+    """The run's mesh over `devices` (default: all; the first ones when the config asks for fewer)."""
+    devices = jax.devices() if devices is None else devices
+    shape = mesh_shape(config, len(devices))
+    devices = devices[: math.prod(shape)]
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    except NotImplementedError:  # a mesh axis is no product of whole axes of the machine: some neighbours are far apart
+        arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over data and fsdp; the positions of a row are never split, since the router ranks them."""
+    return NamedSharding(mesh, PartitionSpec(RULES.batch))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def param_shardings(mesh: Mesh, logical_specs, abstract_params):
+    """NamedSharding per parameter, from the tree of logical axes that the model declares."""
+
+    def place(logical: PartitionSpec, leaf):
+        axes = tuple(logical) + (None,) * (leaf.ndim - len(logical))
+        return NamedSharding(mesh, RULES.spec(axes, leaf.shape, dict(mesh.shape)))
+
+    return jax.tree.map(place, logical_specs, abstract_params, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def opt_state_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abstract_opt_state, params_sharding):
+    """Moments follow their parameter; counters are replicated."""
+    return optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        abstract_opt_state,
+        params_sharding,
+        transform_non_params=lambda _: replicated(mesh),
+    )
+
+
+def local_rows(mesh: Mesh, batch_size: int) -> slice:
+    """The rows of a global batch that this process's devices hold."""
+    indices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
+    bounds = [index[0].indices(batch_size)[:2] for index in indices.values()]
+    return slice(min(start for start, _ in bounds), max(stop for _, stop in bounds))
+
+
+def put_batch(mesh: Mesh, batch: dict, batch_size: int) -> dict:
+    """Makes global arrays [batch_size, ...] from this process's `local_rows`."""
+    sharding = batch_sharding(mesh)
+    return {
+        name: jax.make_array_from_process_local_data(sharding, rows, (batch_size, *rows.shape[1:]))
+        for name, rows in batch.items()
+    }

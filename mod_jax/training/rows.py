@@ -1,0 +1,129 @@
+"""metrics.jsonl: one JSON object a line, `{"step": 20, "train/loss": 2.4, ...}`, called a *row*.
+
+Training and evaluation may each write one for the same step. Rows survive kills, and a resumed run repeats none.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from mod_jax.errors import ConfigError
+from mod_jax.training.trackers import TRACKERS
+
+# JSON has no such numbers: they are written as these strings, and read back as floats.
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricWriter:
+    """Appends rows to `workdir/metrics.jsonl` and, if asked, to one tracker. Does nothing outside process 0."""
+
+    def __init__(self, workdir: str | os.PathLike, tracker="none", config: dict[str, Any] | None = None, run_name=""):
+        """`tracker`: as in train.tracker. `config`: the flat config, for the tracker. `run_name`: '' for the workdir's.
+
+        Raises:
+          ConfigError: the tracker's package is not installed.
+        """
+        self._file = self._tracker = None
+        if jax.process_index() != 0:
+            return
+        workdir = pathlib.Path(workdir).resolve()
+        workdir.mkdir(parents=True, exist_ok=True)
+        self._path = workdir / "metrics.jsonl"
+        resumed = self._path.exists()
+        self._open_after(math.inf)
+        if tracker != "none":
+            with self._tracking():
+                self._tracker = TRACKERS[tracker](workdir, config or {}, run_name or workdir.name, resumed)
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Adds a row. Values are scalars (Python, NumPy or JAX) or strings; a tracker gets the finite numbers."""
+        if self._file is None:
+            return
+        row = {name: _to_json(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": int(step)} | row, allow_nan=False) + "\n")
+        self._file.flush()
+        with self._tracking():
+            if self._tracker is not None:
+                self._tracker.log({k: v for k, v in row.items() if not isinstance(v, str)}, step=int(step))
+
+    def truncate_after(self, step: int) -> None:
+        """Drops rows of steps that the run is about to repeat. `step`: the step restored; -1 drops every row."""
+        if self._file is not None:
+            self._file.close()
+            self._open_after(step)
+
+    def flush(self) -> None:
+        """Makes every row written so far survive a power cut."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file is None:
+            return
+        self.flush()
+        self._file.close()
+        with self._tracking():
+            if self._tracker is not None:
+                self._tracker.finish()
+        self._file = self._tracker = None
+
+    def _open_after(self, step: float) -> None:
+        """Rewrites the file without rows after `step` and without a half-written last line, then opens it to append."""
+        if self._path.exists():
+            partial = self._path.with_suffix(".partial")
+            with partial.open("w", encoding="utf-8") as file:
+                file.writelines(line for line, row in _parse(self._path) if row["step"] <= step)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    @contextlib.contextmanager
+    def _tracking(self) -> Iterator[None]:
+        """A tracker that fails is switched off with one warning: it must not cost the run."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:
+            self._tracker = None
+            logging.warning("tracker switched off, metrics.jsonl goes on: %s: %s", type(error).__name__, error)
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, in the order written; "NaN", "Infinity" and "-Infinity" become floats again."""
+    return [
+        {name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
+        for _, row in _parse(pathlib.Path(path))
+    ]
+
+
+def _parse(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields each line with its row. A half-written last line (a killed run) is passed over, others are announced."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield line, row
+            else:
+                logging.warning("%s:%d is not a row of metrics, passed over: %.60r", path, number, line)
+
+
+def _to_json(value: Any) -> Any:
+    value = value if isinstance(value, str) else np.asarray(value).item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

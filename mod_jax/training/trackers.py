@@ -1,0 +1,51 @@
+"""Where else metrics go, if asked: TensorBoard, wandb or trackio, each behind `log(metrics, step)` and `finish()`."""
+
+import importlib
+import pathlib
+import uuid
+from typing import Any
+
+from mod_jax.errors import ConfigError
+
+
+class _TensorBoard:
+    """tensorboardX behind the two methods that the runs of wandb and trackio have."""
+
+    def __init__(self, workdir: pathlib.Path, config: dict[str, Any], run_name: str, resumed: bool):
+        del run_name, resumed
+        self._writer = _import("tensorboardX", "tensorboard").SummaryWriter(str(workdir / "tensorboard"))
+        self._writer.add_text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+def _start_wandb(workdir: pathlib.Path, config: dict[str, Any], run_name: str, resumed: bool) -> Any:
+    wandb = _import("wandb", "wandb")
+    id_file = workdir / "wandb" / "run_id"  # wandb continues a run by its id only
+    if not (resumed and id_file.exists()):
+        id_file.parent.mkdir(exist_ok=True)
+        id_file.write_text(uuid.uuid4().hex[:12])
+    return wandb.init(
+        project="mod_jax", name=run_name, config=config, dir=workdir, id=id_file.read_text(), resume="allow"
+    )
+
+
+def _start_trackio(workdir: pathlib.Path, config: dict[str, Any], run_name: str, resumed: bool) -> Any:
+    del workdir
+    trackio = _import("trackio", "trackio")
+    return trackio.init(project="mod_jax", name=run_name, config=config, resume="allow" if resumed else "never")
+
+
+TRACKERS = dict(tensorboard=_TensorBoard, wandb=_start_wandb, trackio=_start_trackio)
+
+
+def _import(package: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(f"config.train.tracker = {extra!r}: {error}; pip install -e '.[{extra}]'") from error

@@ -1,0 +1,58 @@
+"""Every choice that depends on the platform: what a kind of device can do, and what is fastest on it.
+
+No other file asks whether a program runs on a CPU, a TPU or a GPU.
+"""
+
+import dataclasses
+import re
+
+import jax
+
+
+def platform() -> str:
+    """What the program being traced will run on, "cpu" or "tpu" for example; the mesh knows, where there is one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The most FLOP/s that the devices could do; None where nobody knows. `published`: from the maker's data sheet."""
+
+    flops: float | None
+    name: str
+    published: bool = True
+
+
+# Dense bfloat16 FLOP/s of one JAX device. A key matches a device kind that has all its words; most words win.
+PEAK_FLOPS = {
+    "TPU v3": Peak(61.5e12, "TPU v3"),  # a device is one of the chip's two cores
+    "TPU v4": Peak(275e12, "TPU v4"),
+    "TPU v5 lite": Peak(197e12, "TPU v5e"),
+    "TPU v5e": Peak(197e12, "TPU v5e"),
+    "TPU v5": Peak(459e12, "TPU v5p"),
+    "TPU v5p": Peak(459e12, "TPU v5p"),
+    "TPU v6 lite": Peak(918e12, "TPU v6e"),
+    "TPU v6e": Peak(918e12, "TPU v6e"),
+    "TPU7x": Peak(2307e12 / 2, "TPU v7x"),  # a device is one of the chip's two chiplets
+    "A100": Peak(312e12, "A100"),
+    "L4": Peak(121e12, "L4"),
+    "L40S": Peak(362e12, "L40S"),
+    "H100": Peak(989e12, "H100 SXM"),
+    "H100 NVL": Peak(835e12, "H100 NVL"),
+    "H100 PCIe": Peak(756e12, "H100 PCIe"),
+    "H200": Peak(989e12, "H200"),
+    "B200": Peak(2250e12, "B200"),
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Published peak of one device of this kind (`jax.Device.device_kind`), or None."""
+    peak = published_peak(device_kind)
+    return None if peak is None else peak.flops
+
+
+def published_peak(device_kind: str) -> Peak | None:
+    words = set(re.split(r"[^a-z0-9]+", device_kind.lower()))
+    found = [key for key in PEAK_FLOPS if words >= set(key.lower().split()) and "mig" not in words]
+    return PEAK_FLOPS[max(found, key=lambda key: len(key.split()))] if found else None

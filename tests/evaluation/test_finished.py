@@ -1,0 +1,162 @@
+"""From a trained run's workdir to text and to a report: what is read, what is printed, which exit code."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from mod_jax import sampling
+from mod_jax.config import make_config
+from mod_jax.data.corpus import prepare_corpus
+from mod_jax.errors import CausalityError, CheckpointMismatch, PathMismatchError, StorageError
+from mod_jax.evaluation import finished
+from mod_jax.training import loop
+
+RUN = {
+    "model.width": 16,
+    "model.depth": 2,
+    "model.num_heads": 2,
+    "model.context": 32,
+    "data.source": "synthetic",
+    "data.seq_len": 32,
+    "data.eval_windows": 32,
+    "routing.capacity": 0.25,
+    "train.batch_size": 8,
+    "train.steps": 30,
+}
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A run of thirty steps."""
+    directory = tmp_path_factory.mktemp("run")
+    loop.train(make_config(**RUN), directory)
+    return directory
+
+
+def command(module, *arguments, stdin=b""):
+    result = subprocess.run([sys.executable, "-m", module, *arguments], input=stdin, capture_output=True, timeout=300)
+    return result.returncode, result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
+
+
+def test_restore_reads_parameters_cutoffs_and_config_alone(workdir):
+    model = sampling.restore(workdir)
+    assert (model.step, model.config) == (30, make_config(**RUN))
+    assert model.cutoffs_L.shape == (1,)
+    assert float(model.cutoffs_L[0]) != 0.0
+    assert {leaf.devices() == {jax.devices()[0]} for leaf in jax.tree.leaves(model.params)} == {True}
+    assert model.tokenizer.name == "bytes"
+    with pytest.raises(StorageError, match="no step 7"):
+        sampling.restore(workdir, step=7)
+    with pytest.raises(StorageError, match="nothing was trained"):
+        sampling.restore(workdir / "elsewhere")
+
+
+def test_generate_from_a_workdir(workdir):
+    completion = sampling.generate(workdir, "a", temperature=0, max_new_tokens=8)[0]
+    assert len(completion.tokens) == 8
+    assert 0 <= completion.routed_fraction <= 1
+
+
+def test_s3_the_evaluation_shows_both_losses_the_gap_and_what_was_spent(workdir):
+    metrics, lines = finished.evaluate_run(workdir)
+    text = "\n".join(lines)
+    for selection in ("predictor", "threshold"):
+        gap = metrics[f"eval/causal_loss/{selection}"] - metrics["eval/topk_loss"]
+        assert metrics[f"eval/gap/{selection}"] == pytest.approx(gap)
+        assert f"causality gate: {selection} passed" in text
+        assert f"paths agree: {selection}" in text
+        row = next(line for line in lines if line.startswith(f"{selection} ") and "causal forward, uncached" in line)
+        assert f"{gap:+.4f}" in row
+        assert f"{metrics[f'eval/realised_capacity/{selection}']:.1%}" in row
+        assert "of dense)" in row
+    assert any(line.startswith("topk ") and "chooses by the future" in line for line in lines)
+    assert "causality gate: topk fails, as it must" in text
+    assert "block01" in text
+    assert f"digest {metrics['data/digest']}" in text
+
+
+def test_the_gate_runs_before_any_causal_loss_and_stops_the_evaluation(workdir, monkeypatch):
+    monkeypatch.setattr(finished.Evaluator, "prefix_movement", lambda self, state, selection: 0.1)
+    monkeypatch.setattr(finished.Evaluator, "evaluate", lambda self, state: pytest.fail("a loss before the gate"))
+    with pytest.raises(CausalityError, match="predictor"):
+        finished.evaluate_run(workdir)
+
+
+def test_paths_that_disagree_stop_the_evaluation(workdir, monkeypatch):
+    model = sampling.restore(workdir)
+    ids_T = finished.first_document(finished.make_evaluator(model, prepare_corpus(model.config.data)).batches[0], model)
+    assert "paths agree" in finished.check_paths(model, "threshold", ids_T)
+    true_path = sampling.Sampler.log_likelihoods
+
+    def off_by_a_little(self, prompts, stepwise=False):
+        return [log_p - 0.01 * stepwise for log_p in true_path(self, prompts, stepwise=stepwise)]
+
+    monkeypatch.setattr(sampling.Sampler, "log_likelihoods", off_by_a_little)
+    with pytest.raises(PathMismatchError, match="DISAGREE"):
+        finished.check_paths(model, "threshold", ids_T)
+
+
+def test_a_budget_is_calibrated_on_other_windows_than_it_is_judged_on(workdir):
+    metrics, lines = finished.evaluate_run(workdir, capacity=0.5)
+    assert metrics["eval/realised_capacity/threshold"] == pytest.approx(0.5, abs=0.1)
+    assert any("shifted to capacity 0.5 on 2 other batches" in line for line in lines)
+    assert any(line.startswith("16 held-out windows") for line in lines)
+
+
+def test_sample_streams_text_to_stdout_and_tells_the_rest_on_stderr(workdir):
+    code, out, err = command(
+        "mod_jax.sample", f"--workdir={workdir}", "--temperature=0", "--max_new_tokens=8", stdin="a🦊".encode()
+    )
+    assert code == 0, err
+    expected = sampling.generate(workdir, "a🦊", temperature=0, max_new_tokens=8)[0]
+    assert out == expected.text + "\n"
+    assert "selection predictor (trained: predictor, threshold)" in err
+    assert "of a dense model's" in err
+    assert "8 tokens in 7 steps, ended by length" in err
+
+
+def test_sample_takes_several_prompts_files_and_a_budget(workdir, tmp_path):
+    (tmp_path / "prompt.txt").write_text("from a file")
+    code, out, err = command(
+        "mod_jax.sample",
+        f"--workdir={workdir}",
+        "--prompt=first",
+        f"--prompt_file={tmp_path / 'prompt.txt'}",
+        "--max_new_tokens=4",
+        "--capacity=0.5",
+    )
+    assert code == 0, err
+    assert out.index("=== 'first'") < out.index("=== 'from a file'")
+    assert "cut-offs for capacity 0.5" in err
+    assert "selection threshold" in err
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "code", "message"),
+    [
+        ("mod_jax.sample", ["--temperature=-1"], 2, "temperature = -1.0: must be a finite number >= 0"),
+        ("mod_jax.sample", ["--selection=router"], 2, "selection = 'router': was not trained"),
+        ("mod_jax.evaluate", ["--step=7"], 4, "no step 7; available steps: [30]"),
+    ],
+)
+def test_what_is_refused_is_one_line_and_an_exit_code(workdir, module, arguments, code, message):
+    actual, out, err = command(module, f"--workdir={workdir}", *arguments)
+    assert (actual, out) == (code, "")
+    assert err.count("\n") == 1, err
+    assert message in err
+
+
+def test_cutoffs_are_those_of_the_train_state(workdir):
+    run = loop.prepare_run(make_config(**RUN), workdir)
+    with loop.Checkpointer(workdir / "checkpoints", read_only=True) as checkpointer:
+        state = checkpointer.restore(run.abstract_state).state
+        wrong = {"cutoffs_L": jax.ShapeDtypeStruct((2,), np.float32, sharding=state.cutoffs_L.sharding)}
+        with pytest.raises(CheckpointMismatch, match=r"cutoffs_L: float32\[1\] -> float32\[2\]"):
+            checkpointer.restore_fields(wrong)
+    model = sampling.restore(workdir)
+    assert np.array_equal(model.cutoffs_L, state.cutoffs_L)
+    for ours, theirs in zip(jax.tree.leaves(model.params), jax.tree.leaves(state.params), strict=True):
+        assert np.array_equal(ours, theirs)

@@ -1,0 +1,221 @@
+"""Plans of decoding: that they are of the sampler's program, counts by hand, and what a TPU's compiler makes of it."""
+
+import functools
+import json
+
+import jax
+import pytest
+
+from mod_jax import sampling
+from mod_jax.config import make_config
+from mod_jax.data.tokenizers import ByteTokenizer
+from mod_jax.errors import ConfigError
+from mod_jax.models import flops
+from mod_jax.models.model import make_model
+from mod_jax.planning import decode as plan
+from mod_jax.planning import topology
+
+CHANGES = {
+    "model.width": 16,
+    "model.depth": 4,
+    "model.num_heads": 2,
+    "model.vocab_size": 64,
+    "model.context": 64,
+    "data.seq_len": 32,
+    "routing.capacity": 0.25,
+    "train.steps": 4,
+}
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_what_is_planned_is_what_the_sampler_runs(build, monkeypatch, num_rows):
+    """The loop that a sampler runs here, word for word, if the plan is for a CPU."""
+    model = build(**{"model.vocab_size": ByteTokenizer().vocab_size, "model.dtype": "bfloat16"})
+    sampler, programs = sampling.Sampler(model), []
+    advance = sampler._advance
+
+    def watched(*arguments, **named):
+        programs.append(str(advance.trace(*arguments, **named).jaxpr))
+        return advance(*arguments, **named)
+
+    monkeypatch.setattr(sampler, "_advance", watched)
+    sampler.generate(["a"] * num_rows, max_new_tokens=8)
+    monkeypatch.setattr(plan, "PLATFORM", "cpu")
+    traced, layers = plan.trace_decoding(model.config, sampler.selection, num_rows, 32, jax.devices()[0])
+    assert str(traced.jaxpr) == programs[0]
+    kept = [(leaf.shape, leaf.dtype) for leaf in sampler._weights]
+    assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(layers)] == kept
+
+
+@pytest.mark.parametrize(
+    ("rows", "capacity", "passes"),
+    [
+        (1, 0.125, 0.125),
+        (4, 1.0, 1.0),
+        (2, 0.5, 0.75),  # R = 2: one pass unless nobody enters
+        # R = 1: as many passes as rows that enter.
+        (2, 0.01, 0.02),
+    ],
+)
+def test_expected_passes(rows, capacity, passes):
+    assert plan.expected_passes(rows, capacity) == pytest.approx(passes)
+
+
+def test_expected_passes_of_many_rows_are_little_more_than_one():
+    assert 1 < plan.expected_passes(2048, 0.125) < 1.1
+
+
+def test_bytes_read_by_hand():
+    """D 16, 2 heads of 8, F 64, V 64, FR: float32. A block has 4 matrices of 16 x 16, two of 16 x 64, norms."""
+    config = make_config(**{**CHANGES, "model.depth": 2})
+    model = make_model(config, 64)
+    serving_layers = functools.partial(plan.serving_layers, config, model, platform="tpu")
+    layers = jax.eval_shape(serving_layers, model.abstract_params)
+    block = 4 * (4 * 16 * 16 + 2 * 16 * 64 + 2 * 16 + 2 * 8)
+    heads = 4 * (16 + 16 * 32 + 32 + 32 + 1)  # router; predictor of 32 hidden units
+    outside = 4 * (16 * 64 + 16)  # unembedding, final norm; of the table B rows alone
+    read = plan.bytes_read(config, layers, 4, (64, 24), [1.0, 0.5], [4, 2])
+    assert read["weights"] == outside + block + heads + 0.5 * block
+    # Keys and values of 2 heads of 8 in float32, for 4 rows of 64 slots; half a pass of 2 rows of 24 slots, each with
+    # its position, and the row's length.
+    assert read["cache"] == 2 * 4 * 2 * 64 * 8 * 4 + 0.5 * 2 * (2 * 2 * 24 * 8 * 4 + 24 * 4 + 4)
+
+
+# The report, with this machine's devices in the place of a slice.
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch):
+    """A function of config changes that plans for a chip of v5e:2x2."""
+    real = topology.importlib.metadata.version
+    monkeypatch.setattr(topology.importlib.metadata, "version", lambda name: "1" if name == "libtpu" else real(name))
+    monkeypatch.setattr(topology, "devices", lambda product: jax.devices()[: product.num_chips])
+    monkeypatch.setattr(topology, "coordinates", lambda mesh: [(0, 0, 0)])
+
+    def make(batch=4, context=None, **changes):
+        config = make_config(**{**CHANGES, "data.cache_dir": str(tmp_path), **changes})
+        return plan.make_report(config, "v5e-4", batch, context)
+
+    return make
+
+
+def test_a_report(report):
+    first = report()
+    found = json.loads(json.dumps(first))
+    assert (found["topology"]["chips"], found["program"], found["selection"]) == (4, "decode", "predictor")
+    assert (found["batch"], found["context"], found["layout"]) == (4, 64, "FRFR")
+    memory = found["memory"]
+    assert memory["needed"] == memory["argument"] + memory["temp"] + memory["output"] - memory["alias"]
+    assert memory["argument"] >= memory["weights"] + memory["cache"]
+    assert memory["loading"] == 4 * found["parameters"] + memory["weights"]
+    assert memory["cache"] < 0.8 * memory["dense_cache"]
+    assert found["estimate"]["tokens_per_second"] == pytest.approx(4 / found["estimate"]["seconds"])
+    assert found["fits"]
+
+    text = plan.describe(found)
+    assert max(map(len, text.splitlines())) <= 120
+    assert text.splitlines()[-1].startswith("verdict   FITS on a chip of v5e:2x2: 15.7")
+    flat = " ".join(text.split())
+    for part in ("a sampler keeps a model on one chip; the other 3 are free", "not a measurement", "no TPU ran it"):
+        assert part in flat
+    assert report()["compile"]["cached"]
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_compiled_loop_has_the_flops_of_the_rows_that_it_runs(report, batch):
+    """Full blocks and logits for every row, routed blocks for R rows a pass and as many passes as expected."""
+    found = report(batch)
+    config = make_config(**CHANGES)
+    slots = (64, 24, 64, 24)  # ceil(16 * 1.08 / 8) * 8
+    dense = flops.decode_flops(make_config(**{**CHANGES, "model.layout": "F"}), 64, slots)
+    one = flops.decode_flops(config, 64, slots)
+    full = dense.linear / 2 + dense.attention * 64 / (64 + 24) + one.router + one.predictor + one.unembed
+    routed = dense.linear / 2 + dense.attention * 24 / (64 + 24)
+    share = found["passes"][1] * found["rows_per_pass"][1] / batch
+    assert found["flops"]["model"] == one.total
+    assert found["flops"]["compiled"] == pytest.approx(full + share * routed, rel=0.02)
+
+
+def test_a_dense_model_has_no_routed_line(report):
+    text = plan.describe(report(**{"model.layout": "F", "routing.predictor": False}))
+    assert "\nrouted" not in text
+    for part in ("selection none", "1.000 of a dense model's"):
+        assert part in " ".join(text.split())
+
+
+def test_a_context_is_rounded_up_as_the_sampler_does(report):
+    found = report(context=33)
+    assert (found["context"], found["notes"][1:]) == (64, ["--context=33 is rounded up to 64, as the sampler does"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "message"),
+    [
+        ((0,), {}, r"--batch=0: must be >= 1"),
+        ((4, 65), {}, r"--context=65: must be in \[2, 64\], the model's context"),
+        ((4,), {"model.vocab_size": 0}, r"config.model.vocab_size = 0: planning reads no corpus"),
+        ((4,), {"routing.gate": "softmax", "routing.predictor": False}, r"routing.gate = 'softmax'"),
+        ((4,), {"routing.score": "stochastic", "routing.predictor": False}, r"routing.score = 'stochastic'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(report, arguments, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        report(*arguments, **changes)
+
+
+def test_advice(report):
+    found = report()
+    found["fits"] = False
+    found["memory"] |= {"needed": 20 * 2**30}
+    assert plan.verdict(found) == (
+        "DOES NOT FIT on a chip of v5e:2x2: decoding takes 20.00 GiB of 15.75 GiB; try --batch=2, then --context=32, "
+        "then a chip of v5p (95.73 GiB) or v6e (31.24 GiB)"
+    )
+    found["memory"]["loading"] = 100 * 2**30
+    assert plan.verdict(found).endswith("beside those rounded; try fewer parameters: sampling splits no model")
+    found |= {"fits": True}
+    found["memory"] |= {"needed": 15 * 2**30, "loading": 0}
+    assert plan.verdict(found).endswith("0.75 GiB to spare (tight: a prompt needs room too)")
+
+
+# A real chip.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_compiled_loop_of_a_chip(tmp_path, batch):
+    """Its loops and branches are known by the blocks that they belong to: more capacity, more bytes and FLOPs."""
+    pytest.importorskip("libtpu")
+    wide = {**CHANGES, "model.width": 512, "model.num_heads": 4, "model.dtype": "bfloat16", "model.vocab_size": 512}
+    config = make_config(**{**wide, "data.cache_dir": str(tmp_path)})
+    found = plan.make_report(config, "v5e:1x1", batch)
+    assert found["fits"]
+    assert found["memory"]["argument"] >= found["memory"]["weights"] + found["memory"]["cache"]
+    text = json.loads(json.dumps(found))
+    assert "one chip of v5e:1x1 (TPU v5 lite): a sampler keeps a model on one chip" in plan.describe(text)
+
+    (product, _), axes = topology.find_product("v5e:1x1"), (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), tuple(plan.ONE_CHIP), axis_types=axes, devices=topology.devices(product))
+    traced, _ = plan.trace_decoding(config, "predictor", batch, 64, mesh.devices[0])
+    compiled = topology.compile_for(traced.lower(), product, mesh, tmp_path / "plans")
+    assert compiled.cached
+    often, never = (plan.read_loop(compiled.text, [passes] * 4) for passes in (1.0, 0.0))
+    assert often.unknown_loops == never.unknown_loops == 0
+    assert often.hbm_bytes > never.hbm_bytes
+    assert often.moved == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_chip_fetches_no_weights_of_a_block_that_no_row_enters(tmp_path, batch):
+    """Half of the weights are theirs. Weights apart would be fetched ahead of the branch: 1.7 times what is read."""
+    pytest.importorskip("libtpu")
+    config = make_config(
+        **CHANGES
+        | {"model.width": 2048, "model.num_heads": 16, "model.depth": 16, "model.dtype": "bfloat16"}
+        | {"data.cache_dir": str(tmp_path)}
+    )
+    read = plan.make_report(config, "v5e:1x1", batch)["read"]
+    full_blocks = 8 * 2 * (4 * 2048**2 + 2 * 2048 * 8192)  # the routed ones are as large
+    assert read["compiled_bypassed"] < 1.25 * full_blocks
+    assert read["compiled"] < 1.1 * (read["weights"] + read["cache"])
