@@ -15,7 +15,7 @@ from mod_jax.errors import ConfigError
 from mod_jax.planning import topology
 from mod_jax.planning import train_step as plan
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 FSDP = {"mesh.data": 1, "mesh.fsdp": -1}
 SMOKE = "--config=configs/smoke.py"
 REFUSED = "RESOURCE_EXHAUSTED: the total memory required (33.04G) exceeds available HBM (15.75G)."
