@@ -8,15 +8,13 @@ for, gives the FLOPs. Writes budget_curve.json and budget_curve.png, and prints 
 """
 
 import dataclasses
-import json
-import pathlib
 
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 from matplotlib.figure import Figure
 
-from mod_jax import host, sampling
+from mod_jax import host, outputs, sampling
 from mod_jax.analysis import plots
 from mod_jax.analysis.routing_stats import block_name
 from mod_jax.data.corpus import describe_corpus, prepare_corpus
@@ -33,6 +31,7 @@ CAPACITIES = flags.DEFINE_list(
 def main(_) -> None:
     host.prepare_cpu()
     logging.set_verbosity(logging.ERROR)
+    out = outputs.check_folder("out", OUT.value or f"{WORKDIR.value}/budget_curve")
     model = sampling.restore(WORKDIR.value)
     corpus = prepare_corpus(model.config.data)
     evaluator = finished.make_evaluator(model, corpus)
@@ -55,9 +54,7 @@ def main(_) -> None:
     lines.append(f"\n{describe_corpus(corpus)}; step {model.step}, commit {model.metadata['commit']}")
     print("\n".join(lines))
 
-    out = pathlib.Path(OUT.value or f"{WORKDIR.value}/budget_curve").expanduser()
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "budget_curve.json").write_text(json.dumps(points, indent=2) + "\n")
+    outputs.write_json(out / "budget_curve.json", points)
     plots.save(draw(points), out / "budget_curve.png")
 
 

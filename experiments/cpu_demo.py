@@ -14,6 +14,7 @@ import sys
 
 from absl import app, flags
 
+from mod_jax import outputs
 from mod_jax.training.rows import read_metrics
 
 OUT = flags.DEFINE_string("out", "runs/cpu_demo", "Folder of all runs.")
@@ -23,7 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def main(_) -> None:
-    out = pathlib.Path(OUT.value).absolute()
+    out = outputs.check_folder("out", OUT.value)
     lines = [
         "| model | seed | steps | top-k loss | predictor loss | gap | threshold loss | gap | routed | recall |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -35,7 +36,7 @@ def main(_) -> None:
             lines.append(table_row(variant, seed, workdir))
     run = json.loads((workdir / "config.json").read_text())
     lines.append(f"\n{run['corpus']}; commit {run['commit']}; jax {run['jax']}; {run['device']}.")
-    (out / "table.md").write_text("\n".join(lines) + "\n")
+    outputs.write_text(out / "table.md", "\n".join(lines) + "\n")
     print("\n".join(lines))
 
 

@@ -9,7 +9,6 @@ and how a run is computed or watched, never what is learned.
 import dataclasses
 import difflib
 import hashlib
-import json
 import math
 import re
 import textwrap
@@ -19,6 +18,7 @@ import ml_collections
 from ml_collections import config_dict
 
 from mod_jax.errors import ConfigError
+from mod_jax.outputs import canonical
 
 
 def _key(default, doc, *, low=None, above=None, high=None, choices=None, free=False):
@@ -279,7 +279,7 @@ def describe(config: Config) -> list[str]:
 def fingerprint(config: Config) -> str:
     """Twelve hex digits that change exactly when something that affects the learned result changes."""
     learned = {name: value for name, value in to_flat_dict(config).items() if name not in FREE_KEYS}
-    return hashlib.sha256(json.dumps(learned, sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(canonical(learned).encode()).hexdigest()[:12]
 
 
 def _get(config: Config, name: str) -> Any:

@@ -4,12 +4,9 @@ Prints the top-k loss, each causal loss with its gap, the capacity realised and 
 block is calibrated. Exit codes: 0 done; 2 config; 4 storage; 5 data; 7 checkpoint refused; 1 anything else, a leak too.
 """
 
-import json
-import pathlib
-
 from absl import app, flags, logging
 
-from mod_jax import cli
+from mod_jax import cli, outputs
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
 STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; default: the newest.")
@@ -23,13 +20,15 @@ def main(argv: list[str]) -> int:
     cli.refuse_arguments(argv)
 
     def run() -> None:
+        if OUT.value is not None:
+            outputs.check_place("out", OUT.value)
         from mod_jax.evaluation.finished import evaluate_run  # after flag errors: importing JAX takes seconds
 
         logging.set_verbosity(logging.ERROR)  # Orbax warns that what was opened read-only is read-only
         metrics, lines = evaluate_run(WORKDIR.value, STEP.value, CAPACITY.value)
         print("\n".join(lines))
-        if OUT.value:
-            pathlib.Path(OUT.value).expanduser().write_text(json.dumps(metrics, indent=2) + "\n")
+        if OUT.value is not None:
+            outputs.write_json(OUT.value, metrics)
 
     return cli.exit_code(run)
 

@@ -8,13 +8,13 @@ MOD_JAX_CACHE).
 Exit codes: 0 planned, whether it fits or not (the last line says which); 2 config; 5 no cache folder; 1 anything else.
 """
 
-import json
 import os
 
 from absl import app, flags
 
 from mod_jax import cli
 from mod_jax.errors import ConfigError
+from mod_jax.outputs import to_json
 
 TOPOLOGY = flags.DEFINE_string("topology", None, "The TPU slice: v5e:16x16, or v5e-256; --list shows all.")
 PROGRAM = flags.DEFINE_enum("program", "train", ["train", "decode"], "What to plan: a train step, or sampling.")
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
                 if flag.value is not None:
                     raise ConfigError(f"--{flag.name} needs --program=decode; a train step has --config.{key}")
             report = plan.make_report(config, TOPOLOGY.value)
-        print(json.dumps(report, indent=2) if JSON.value else plan.describe(report), flush=True)
+        print(to_json(report, indent=2) if JSON.value else plan.describe(report), flush=True)
 
     return cli.exit_code(run)
 

@@ -15,6 +15,7 @@ import uuid
 import numpy as np
 from absl import logging
 
+from mod_jax import outputs
 from mod_jax.config import DataConfig
 from mod_jax.data import sources, tokenizers
 from mod_jax.errors import DataError
@@ -148,7 +149,7 @@ def _write(data: DataConfig, source: sources.Source, directory: pathlib.Path) ->
         meta[split], split_digest = _write_split(source, split, tokenizer, directory / f"{split}.npy")
         digest.update(split_digest)
     del meta["train"]["starts"], meta["train"]["names"]
-    (directory / "meta.json").write_text(json.dumps(meta | dict(digest=digest.hexdigest())))
+    outputs.write_json(directory / "meta.json", meta | dict(digest=digest.hexdigest()))
 
 
 def _write_split(source: sources.Source, split: str, tokenizer: tokenizers.Tokenizer, path: pathlib.Path):

@@ -22,6 +22,7 @@ from absl import logging
 
 from mod_jax.config import DataConfig
 from mod_jax.errors import ConfigError, DataError
+from mod_jax.outputs import canonical
 
 SPLITS = ("train", "validation")
 MIN_STDLIB_FILES = 200
@@ -184,7 +185,7 @@ def _walk(root: pathlib.Path, skipped: Callable[[str], bool], suffixes: tuple[st
 
 def _files_identity(files: Files) -> str:
     stats = [(name, str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for name, path in files]
-    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+    return hashlib.sha256(canonical(stats).encode()).hexdigest()
 
 
 def _has_split_folders(files: Files) -> bool:

@@ -27,6 +27,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from mod_jax.errors import ConfigError
+from mod_jax.outputs import to_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +225,7 @@ def _write(path: pathlib.Path, result: Compiled) -> None:
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_bytes(gzip.compress(json.dumps(dataclasses.asdict(result)).encode()))
+        scratch.write_bytes(gzip.compress(to_json(dataclasses.asdict(result)).encode()))
         scratch.replace(path)
     except OSError:  # a full or read-only disk costs the next run its time, not this one its answer
         with contextlib.suppress(OSError):

@@ -32,6 +32,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from mod_jax.config import FREE_KEYS, LENGTH_KEYS, Config, difference
 from mod_jax.errors import CheckpointMismatch, ResumeRefused, StorageError
+from mod_jax.outputs import canonical, plain
 from mod_jax.training.digest import compute_digests
 
 # Failures that say nothing about the files: no reason to set a step aside.
@@ -116,11 +117,13 @@ class Checkpointer:
 
         leaves = _flatten(state)
         described, digests = _describe(leaves), compute_digests(leaves)
-        record = {
-            "metadata": metadata,
-            "metrics": metrics and {name: float(value) for name, value in metrics.items()},
-            "leaves": {path: dict(described[path], digest=digests[path]) for path in leaves},
-        }
+        record = plain(
+            {
+                "metadata": metadata,
+                "metrics": metrics and {name: float(value) for name, value in metrics.items()},
+                "leaves": {path: dict(described[path], digest=digests[path]) for path in leaves},
+            }
+        )
         items = {
             **{name: ocp.args.StandardSave(item) for name, item in _items(leaves).items()},
             "record": ocp.args.JsonSave(dict(record, sha256=_checksum(record))),
@@ -315,7 +318,7 @@ class Checkpointer:
         return target
 
     def _note_loss(self, step: int, metrics: dict[str, float] | None) -> None:
-        loss = (metrics or {}).get(self._metric, math.nan)
+        loss = float((metrics or {}).get(self._metric, math.nan))  # in a record it may be the string "NaN"
         self._losses[step] = loss if math.isfinite(loss) else math.inf
 
     def _best_of(self, steps: Sequence[int]) -> int | None:
@@ -446,8 +449,8 @@ def _check_structure(step: int, saved: dict[str, dict], wanted: dict[str, dict],
 
 
 def _checksum(record: dict[str, Any]) -> str:
-    canonical = json.dumps(json.loads(json.dumps(record)), sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    as_read = json.loads(canonical(record))
+    return hashlib.sha256(canonical(as_read).encode()).hexdigest()
 
 
 def _one_line(error: BaseException, ends: int = 200) -> str:

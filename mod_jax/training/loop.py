@@ -7,7 +7,6 @@ profile/. Rerunning the same command resumes; a finished run is only reported ag
 import dataclasses
 import enum
 import functools
-import json
 import os
 import pathlib
 import platform
@@ -22,7 +21,7 @@ from jax.experimental import multihost_utils
 
 import mod_jax
 from mod_jax import config as config_lib
-from mod_jax import sharding
+from mod_jax import outputs, sharding
 from mod_jax.config import Config
 from mod_jax.data.batches import Batch, train_batches
 from mod_jax.data.corpus import Corpus, describe_corpus, prepare_corpus
@@ -317,9 +316,7 @@ def write_config(run: Run) -> None:
         return
     contents = metadata(run) | {"changed_from_default": config_lib.changed_from_default(run.config)}
     run.workdir.mkdir(parents=True, exist_ok=True)
-    scratch = run.workdir / "config.json.tmp"
-    scratch.write_text(json.dumps(contents, indent=2) + "\n")
-    scratch.replace(run.workdir / "config.json")
+    outputs.write_json(run.workdir / "config.json", contents)
 
 
 def describe(run: Run) -> str:

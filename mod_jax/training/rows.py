@@ -12,14 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
 
 from mod_jax.errors import ConfigError
+from mod_jax.outputs import NON_FINITE, plain, to_json
 from mod_jax.training.trackers import TRACKERS
-
-# JSON has no such numbers: they are written as these strings, and read back as floats.
-NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricWriter:
@@ -47,8 +44,8 @@ class MetricWriter:
         """Adds a row. Values are scalars (Python, NumPy or JAX) or strings; a tracker gets the finite numbers."""
         if self._file is None:
             return
-        row = {name: _to_json(value) for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": int(step)} | row, allow_nan=False) + "\n")
+        row = plain(metrics)
+        self._file.write(to_json({"step": int(step)} | row) + "\n")
         self._file.flush()
         with self._tracking():
             if self._tracker is not None:
@@ -120,10 +117,3 @@ def _parse(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield line, row
             else:
                 logging.warning("%s:%d is not a row of metrics, passed over: %.60r", path, number, line)
-
-
-def _to_json(value: Any) -> Any:
-    value = value if isinstance(value, str) else np.asarray(value).item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
