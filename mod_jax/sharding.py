@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.experimental import mesh_utils
@@ -143,17 +144,28 @@ def opt_state_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abs
     )
 
 
-def local_rows(mesh: Mesh, batch_size: int) -> slice:
-    """The rows of a global batch that this process's devices hold."""
-    indices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
-    bounds = [index[0].indices(batch_size)[:2] for index in indices.values()]
-    return slice(min(start for start, _ in bounds), max(stop for _, stop in bounds))
+def local_rows(mesh: Mesh, batch_size: int, process: int | None = None) -> np.ndarray:
+    """The rows of a global batch that the devices of one process hold, in order. Default: this process.
+
+    They need not stand together. A host of a TPU pod owns a tile of chips, while the mesh numbers them line by line.
+    """
+    process = jax.process_index() if process is None else process
+    indices = batch_sharding(mesh).devices_indices_map((batch_size,))
+    held = [range(batch_size)[index] for device, (index,) in indices.items() if device.process_index == process]
+    return np.unique(np.concatenate(held))
 
 
 def put_batch(mesh: Mesh, batch: dict, batch_size: int) -> dict:
     """Makes global arrays [batch_size, ...] from this process's `local_rows`."""
-    sharding = batch_sharding(mesh)
-    return {
-        name: jax.make_array_from_process_local_data(sharding, rows, (batch_size, *rows.shape[1:]))
-        for name, rows in batch.items()
-    }
+    sharding, rows = batch_sharding(mesh), local_rows(mesh, batch_size)
+
+    def put(local: np.ndarray) -> jax.Array:
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            wanted = range(batch_size)[index[0]]  # rows that follow each other in the batch do so in `local`
+            first = np.searchsorted(rows, wanted[0])
+            return local[first : first + len(wanted)]
+
+        # JAX's make_array_from_process_local_data refuses a mesh on which two processes share some of their rows only.
+        return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, shard)
+
+    return {name: put(local) for name, local in batch.items()}

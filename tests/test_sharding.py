@@ -1,5 +1,6 @@
 """The mesh, where arrays live on it, and that eight devices train like one without moving an activation."""
 
+import collections
 import functools
 
 import jax
@@ -15,6 +16,7 @@ from mod_jax.data.batches import train_batches
 from mod_jax.data.corpus import prepare_corpus
 from mod_jax.errors import ConfigError
 from mod_jax.models.model import make_model
+from mod_jax.planning import topology
 from mod_jax.planning.collectives import find_collectives
 from mod_jax.training import loop
 from mod_jax.training.step import init_state
@@ -141,12 +143,52 @@ def test_where_parameters_and_moments_live():
 
 def test_a_batch_is_split_by_rows_only(tiny_config):
     mesh = sharding.make_mesh(tiny_config(**{"mesh.fsdp": 2, "mesh.tensor": 2}))
-    assert sharding.local_rows(mesh, 8) == slice(0, 8)
+    assert sharding.local_rows(mesh, 8).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     rows_BT = np.random.default_rng(0).integers(0, 9, (8, 16))
     batch = sharding.put_batch(mesh, {"tokens_BT": rows_BT}, 8)["tokens_BT"]
     np.testing.assert_array_equal(batch, rows_BT)
     assert {shard.data.shape for shard in batch.addressable_shards} == {(2, 16)}
     assert sharding.batch_sharding(mesh).spec == PartitionSpec(("data", "fsdp"))
+
+
+def rows_that_jax_asks_for(mesh, batch_size):
+    """Rows by process, as the sharding gives them device by device."""
+    rows = collections.defaultdict(set)
+    for device, (index,) in sharding.batch_sharding(mesh).devices_indices_map((batch_size,)).items():
+        rows[device.process_index].update(range(index.start or 0, batch_size if index.stop is None else index.stop))
+    return {process: sorted(held) for process, held in rows.items()}
+
+
+@pytest.mark.parametrize("product", [p for p in topology.PRODUCTS if p.num_chips > 1], ids=lambda p: p.name)
+def test_every_host_of_a_tpu_slice_holds_the_rows_of_its_chips(tiny_config, product):
+    pytest.importorskip("libtpu")
+    devices = topology.devices(product)
+    chips = len(devices)
+    for mesh_changes in ({}, {"mesh.data": 1, "mesh.fsdp": -1}, {"mesh.tensor": 2}, {"mesh.data": 2, "mesh.fsdp": -1}):
+        changes = {"train.batch_size": 2 * chips, "model.width": 512, **mesh_changes}
+        mesh = sharding.make_mesh(tiny_config(**changes), devices)
+        wanted = rows_that_jax_asks_for(mesh, 2 * chips)
+        assert len(wanted) == max(1, product.num_chips // 4)
+        for process, rows in wanted.items():
+            assert sharding.local_rows(mesh, 2 * chips, process).tolist() == rows
+        assert set().union(*wanted.values()) == set(range(2 * chips))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("v5e:4x4", [0, 1, 6, 15]),
+        ("v5e:4x8", [0, 1, 8, 9]),
+        ("v5e:16x16", [0, 1, 16, 17]),
+        ("v5p:2x4x4", [0, 4, 16, 20]),
+    ],
+)
+def test_the_rows_of_a_pod_s_first_host_do_not_stand_together(tiny_config, name, rows):
+    """By hand: its four chips are a square, and the mesh numbers chips line by line (on 4x4, around a ring)."""
+    pytest.importorskip("libtpu")
+    devices = topology.devices(topology.find_product(name)[0])
+    mesh = sharding.make_mesh(tiny_config(**{"train.batch_size": len(devices)}), devices)
+    assert sharding.local_rows(mesh, len(devices), 0).tolist() == rows
 
 
 @pytest.mark.parametrize("shape", MESHES)
@@ -226,7 +268,9 @@ def test_the_training_stream_does_not_depend_on_the_mesh(tiny_config):
     config = tiny_config()
     corpus = prepare_corpus(config.data)
     whole = train_batches(corpus, seq_len=16, batch_size=8, seed=0)
-    halves = [train_batches(corpus, seq_len=16, batch_size=8, seed=0, rows=slice(start, start + 4)) for start in (0, 4)]
+    parts = ([0, 1, 6, 7], [2, 5])  # as the hosts of a pod hold them
+    streams = [train_batches(corpus, seq_len=16, batch_size=8, seed=0, rows=np.array(rows)) for rows in parts]
     for _ in range(3):
-        ids_B = next(whole)["example_ids_B"]
-        np.testing.assert_array_equal(np.concatenate([next(half)["example_ids_B"] for half in halves]), ids_B)
+        tokens_BT = next(whole)["tokens_BT"]
+        for rows, stream in zip(parts, streams, strict=True):
+            np.testing.assert_array_equal(next(stream)["tokens_BT"], tokens_BT[rows])

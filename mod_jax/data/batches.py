@@ -36,14 +36,14 @@ def train_batches(
     batch_size: int,
     seed: int,
     start_step: int = 0,
-    rows: slice = slice(None),
+    rows: np.ndarray | slice = slice(None),
     workers: int = 0,
 ) -> Iterator[Batch]:
     """Yields the training batches of steps start_step, start_step + 1, ... without end, each epoch in a new order.
 
     Args:
       batch_size: rows of the whole step, over all processes.
-      rows: which rows of each batch to load; a process passes its own.
+      rows: which rows of each batch to load, a slice or their indices; a process passes its own.
       workers: processes that prepare batches; each re-imports __main__, so scripts need their `__name__` guard.
 
     Raises:

@@ -70,6 +70,7 @@ def make_report(config: Config, topology_name: str) -> dict[str, Any]:
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "steps": num_steps,
         "rows": config.train.batch_size,
+        "hosts": rows_by_host(mesh, config.train.batch_size),
         "seq_len": config.data.seq_len,
         "compile": describe_compilation(compiled),
         "memory": {
@@ -129,6 +130,12 @@ def _add_measures(report: dict[str, Any], config: Config, product, mesh, params,
         notes.append(f"loops of {odd} trips are neither the stack of blocks, nor micro-batches, nor chunks of the loss")
     if step.kernels:
         notes.append(f"{step.kernels} runs of kernels that are not known here count as no FLOPs: MFU is less")
+
+
+def rows_by_host(mesh: jax.sharding.Mesh, batch_size: int) -> list[list[int]]:
+    """The rows of a batch that each host loads."""
+    hosts = sorted({device.process_index for device in mesh.devices.flat})
+    return [sharding.local_rows(mesh, batch_size, host).tolist() for host in hosts]
 
 
 def rows_at_a_time(config: Config, mesh_shape: dict[str, int]) -> int:
@@ -200,6 +207,7 @@ def describe(report: dict[str, Any]) -> str:
     mesh = " x ".join(f"{axis} {ways}" for axis, ways in where["mesh"].items())
     lines = [
         line("target", f"{where['name']}: {chips}, {devices} ({where['kind']}), mesh {mesh}"),
+        line("hosts", _hosts(report["hosts"])),
         changed_line(report),
         line(
             "size",
@@ -228,6 +236,14 @@ def describe(report: dict[str, Any]) -> str:
             line("estimate", _estimate(report)),
         ]
     return wrap([*lines, line("verdict", report["verdict"])])
+
+
+def _hosts(rows_by_host: list[list[int]], shown: int = 8) -> str:
+    first, most = rows_by_host[0], max(map(len, rows_by_host))
+    rows = ", ".join(map(str, first[:shown])) + (", ..." if len(first) > shown else "")
+    return (
+        f"{count(len(rows_by_host), 'host')}, up to {count(most, 'row')} of a batch each; the first loads rows {rows}"
+    )
 
 
 def _routing(movers: list[str], sorts: int) -> str:
