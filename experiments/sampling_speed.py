@@ -30,7 +30,7 @@ from mod_jax.evaluation import budget
 from mod_jax.models import flops
 from mod_jax.models.model import make_model
 from mod_jax.sampling import cache, causal
-from mod_jax.sampling.choice import Options, choose, row_keys
+from mod_jax.sampling.choice import Options, choose, make_knobs, row_keys
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a trained run; default: random weights.")
 WIDTH = flags.DEFINE_integer("width", 512, "D, without --workdir.")
@@ -106,7 +106,7 @@ def decoder(model: sampling.TrainedModel, batch_size: int, rows_L, capacity_L):
     leaves, structure = jax.tree.flatten(layers)
     selection = "threshold" if config.num_routed else "none"
     slots = cache.slot_counts(config, config.model.context, capacity_L or None)
-    knobs, keys_B = Options().knobs(), row_keys(0, batch_size)
+    knobs, keys_B = make_knobs([Options()] * batch_size), row_keys(range(batch_size))
     prompt_BT = random_batch(batch_size, PROMPT.value)["tokens_BT"]
     kept_L = tuple(cache.routed_slots(PROMPT.value, capacity) for capacity in capacity_L)
 

@@ -13,7 +13,7 @@ from mod_jax import config as config_lib
 from mod_jax.config import Config
 from mod_jax.data import tokenizers
 from mod_jax.data.corpus import prepare_corpus
-from mod_jax.errors import ConfigError, StorageError
+from mod_jax.errors import ConfigError, RequestError, StorageError
 from mod_jax.models.model import Model, make_model
 from mod_jax.training.checkpoint import Checkpointer
 
@@ -58,6 +58,15 @@ def restore(workdir: str | os.PathLike, step: int | None = None) -> TrainedModel
     return TrainedModel(
         config, model, restored.state["params"], restored.state["cutoffs_L"], tokenizer, restored.step, metadata
     )
+
+
+def as_model(model: TrainedModel | str | os.PathLike) -> TrainedModel:
+    """The model itself, or the newest one of a workdir. See `restore`."""
+    if isinstance(model, TrainedModel):
+        return model
+    if isinstance(model, str | os.PathLike):
+        return restore(model)
+    raise RequestError(f"model: must be a workdir or what restore() gives, found {type(model).__name__}")
 
 
 def saved_config(metadata: dict[str, Any]) -> Config:

@@ -2,10 +2,12 @@
 
 This is the host side; `programs` is the device's. A batch of prompts is one prefill, then one compiled loop of decoding
 steps that runs until every row has ended, or for as many steps as the caller wants to wait: one when streaming, a few
-when stop strings are looked for. Lengths are rounded up to buckets, so that the number of compiled programs is bounded
-by the context and not by the prompts.
+when stop strings are looked for. Lengths and batch sizes are rounded up to *buckets*, so that few programs are compiled
+whatever is asked for. What fills a batch up is never run, and changes no result.
 """
 
+import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,10 +17,10 @@ import numpy as np
 
 from mod_jax.errors import CacheOverflowError, RequestError
 from mod_jax.sampling import cache as cache_lib
-from mod_jax.sampling.choice import Options, row_keys
+from mod_jax.sampling.choice import Options, make_knobs, make_options, row_keys, shown
 from mod_jax.sampling.programs import GenerationState, Programs, Request, serving_layers
-from mod_jax.sampling.text import Completion, Prompt, Row, TextStream, encode_prompt
-from mod_jax.trained import TrainedModel, causal_selection, restore
+from mod_jax.sampling.text import Completion, Prompt, Row, TextStream, encode_prompt, list_prompts
+from mod_jax.trained import TrainedModel, as_model, causal_selection
 
 MIN_BUCKET = 32
 STEPS_BETWEEN_STOP_CHECKS = 16
@@ -29,7 +31,7 @@ class Sampler:
 
     def __init__(
         self,
-        model: TrainedModel,
+        model: TrainedModel | str | os.PathLike,
         selection: str | None = None,
         *,
         cutoffs_L: jax.Array | None = None,
@@ -40,6 +42,7 @@ class Sampler:
         """Prepares `model` for sampling.
 
         Args:
+          model: as `restore` gives it, or the workdir of a run.
           selection: a causal one that was trained; None for the default (see `causal_selection`).
           cutoffs_L: in place of the model's own, for selection "threshold" (see `budget.calibrate`).
           capacity_L: the fraction that each routed block is expected to select, to size caches; None: as in training.
@@ -48,10 +51,11 @@ class Sampler:
         """
         if isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or not 0 <= num_drafts < MIN_BUCKET:
             raise RequestError(f"num_drafts = {num_drafts!r}: must be an integer in [0, {MIN_BUCKET - 1}]")
-        if num_drafts and not model.config.num_routed:
-            raise RequestError(f"num_drafts = {num_drafts}: a dense model has no routed blocks to leave out")
         if overflow not in ("grow", "error"):
             raise RequestError(f"overflow = {overflow!r}: must be grow or error")
+        model = as_model(model)
+        if num_drafts and not model.config.num_routed:
+            raise RequestError(f"num_drafts = {num_drafts}: a dense model has no routed blocks to leave out")
         self.config, self.tokenizer = model.config, model.tokenizer
         self.selection = causal_selection(model.config, selection)
         self._cutoffs_L = model.cutoffs_L if cutoffs_L is None else jnp.asarray(cutoffs_L, jnp.float32)
@@ -75,6 +79,7 @@ class Sampler:
             static_argnames="slots",
             out_shardings=lies and lies.cache,
         )
+        self._keys = jax.jit(row_keys)
         self._score = jax.jit(programs.score)
         self._score_stepwise = jax.jit(programs.score_stepwise)
 
@@ -97,75 +102,122 @@ class Sampler:
             f"{ours / 2**20:.2f} MiB, {ours / full:.3f} of a dense model's {full / 2**20:.2f} MiB"
         )
 
+    def warm_up(
+        self, batch_sizes: Sequence[int] = (1,), prompt_lengths: Sequence[int] = (1,), max_new_tokens: int | None = None
+    ) -> int:
+        """Compiles now what `generate` and `stream` would compile at their first call. Returns how many programs.
+
+        A cache that grows is compiled anew all the same (see `overflow`).
+
+        Args:
+          batch_sizes: numbers of prompts; each stands for its bucket (see `batch_bucket`).
+          prompt_lengths: of the longest prompt of a batch, in tokens with the separator; each stands for its bucket.
+          max_new_tokens: as in the calls to come; None: up to the context.
+        """
+        context, before = self.config.model.context, self.num_programs
+        options = Options(max_new_tokens=max_new_tokens)
+        for name, sizes, largest in (
+            ("batch_sizes", batch_sizes, math.inf),
+            ("prompt_lengths", prompt_lengths, context - (max_new_tokens or 1)),
+        ):
+            for size in sizes:
+                if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size <= largest:
+                    raise RequestError(f"{name}: {shown(size)} must be an integer in [1, {largest}]")
+        for batch_size, length in itertools.product(batch_sizes, prompt_lengths):
+            rows = self._rows([[1] * (length - 1)] * batch_size, [options] * batch_size)
+            request, state, _ = self._start(rows, [options] * batch_size)
+            self._advance(self._weights, request, state=state, target=np.int32(0))
+        return self.num_programs - before
+
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], *, on_text: Callable[[int, str], None] | None = None, **options
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        options: Options | Sequence[Options] | None = None,
+        *,
+        on_text: Callable[[int, str], None] | None = None,
+        **changes,
     ) -> list[Completion]:
         """Completes prompts, all in one batch.
 
         Args:
           prompts: one prompt or several: text, or token ids. A list of integers is one prompt.
+          options: for all prompts, or one per prompt.
           on_text: called with (row, new text) after every step.
-          **options: see `Options`.
+          **changes: fields of `Options`, in place of `options`: `temperature=0, max_new_tokens=20`.
 
         Raises:
           RequestError: naming what cannot be done.
           CacheOverflowError: only if this sampler was told not to grow its caches.
         """
-        options = Options(**options)
-        rows = self._rows(_as_list(prompts), options)
-        steps = 1 if on_text else STEPS_BETWEEN_STOP_CHECKS if options.stop_strings else self.config.model.context
+        prompts = list_prompts(prompts)
+        options = make_options(options, changes, len(prompts))
+        rows = self._rows(prompts, options)
+        stops = any(o.stop_strings for o in options)
+        steps = 1 if on_text else STEPS_BETWEEN_STOP_CHECKS if stops else self.config.model.context
         for _ in self._run(rows, options, steps):
             for index, row in enumerate(rows):
                 if on_text and row.new_text:
                     on_text(index, row.new_text)
         return [row.completion() for row in rows]
 
-    def stream(self, prompt: Prompt, **options) -> Iterator[str]:
-        """Yields the completion of one prompt piece by piece."""
-        options = Options(**options)
+    def stream(self, prompt: Prompt, options: Options | None = None, **changes) -> Iterator[str]:
+        """Yields the completion of one prompt piece by piece. Arguments, checked at once, as for `generate`."""
+        options = make_options(options, changes, 1)
         rows = self._rows([prompt], options)
-        for _ in self._run(rows, options, 1):
-            if rows[0].new_text:
-                yield rows[0].new_text
+        return (row.new_text for _ in self._run(rows, options, 1) for row in rows if row.new_text)
 
     def log_likelihoods(self, prompts: Prompt | Sequence[Prompt], *, stepwise: bool = False) -> list[np.ndarray]:
         """log p of each token behind the separator given those before it: by one prefill, or `stepwise` by decoding."""
-        prompts = [encode_prompt(self.tokenizer, p, self.config.model.context, False) for p in _as_list(prompts)]
-        tokens_BT, lengths_B = _pad(prompts, self._bucket(max(map(len, prompts))))
+        prompts, context = list_prompts(prompts), self.config.model.context
+        ids = self._encode(prompts, [context] * len(prompts), [Options()] * len(prompts))
+        if not ids:
+            return []
+        tokens_BT, lengths_B = _pad(ids, self._bucket(max(map(len, ids))))
         score = self._score_stepwise if stepwise else self._score
         scores_BT = jax.device_get(score(self._weights, self._cutoffs_L, tokens_BT, lengths_B))
-        return [scores_T[: length - 1] for scores_T, length in zip(scores_BT, lengths_B, strict=True)]
+        return [scores_T[: row.size - 1] for scores_T, row in zip(scores_BT, ids, strict=False)]
 
     # The host side of a generation.
 
-    def _rows(self, prompts: list[Prompt], options: Options) -> list[Row]:
-        context, wanted = self.config.model.context, options.max_new_tokens
-        if wanted is not None and wanted >= context:
-            raise RequestError(f"max_new_tokens = {wanted}: must be < {context}, the model's context")
-        for token in options.stop_tokens:
-            is_id = isinstance(token, int | np.integer) and not isinstance(token, bool)
-            if not is_id or not 0 <= token < self.tokenizer.vocab_size:
-                raise RequestError(f"stop_tokens: {token!r} must be an id in [0, {self.tokenizer.vocab_size})")
-        rows = []
-        for prompt in prompts:
-            ids = encode_prompt(self.tokenizer, prompt, context - (wanted or 1), options.truncate)
-            text = TextStream(self.tokenizer, options.stop_strings)
-            rows.append(Row(ids, wanted or context - ids.size, text, self.config.num_routed))
-        return rows
+    def _encode(self, prompts: list[Prompt], max_tokens: list[int], options: list[Options]) -> list[np.ndarray]:
+        name = "prompts[{}]" if len(prompts) > 1 else "prompt"
+        return [
+            encode_prompt(self.tokenizer, prompt, most, option.truncate, name.format(index))
+            for index, (prompt, most, option) in enumerate(zip(prompts, max_tokens, options, strict=True))
+        ]
 
-    def _run(self, rows: list[Row], options: Options, steps: int) -> Iterator[None]:
+    def _rows(self, prompts: list[Prompt], options: list[Options]) -> list[Row]:
+        context, vocab_size = self.config.model.context, self.tokenizer.vocab_size
+        for option in {id(option): option for option in options}.values():
+            wanted = option.max_new_tokens
+            if wanted is not None and wanted >= context:
+                raise RequestError(f"max_new_tokens = {shown(wanted)}: must be < {context}, the model's context")
+            for token in option.stop_tokens:
+                is_id = isinstance(token, int | np.integer) and not isinstance(token, bool)
+                if not is_id or not 0 <= token < vocab_size:
+                    raise RequestError(f"stop_tokens: {shown(token)} must be an id in [0, {vocab_size})")
+        encoded = self._encode(prompts, [context - (option.max_new_tokens or 1) for option in options], options)
+        return [
+            Row(
+                ids,
+                option.max_new_tokens or context - ids.size,
+                frozenset({self.tokenizer.separator_id, *map(int, option.stop_tokens)}),
+                TextStream(self.tokenizer, option.stop_strings),
+                self.config.num_routed,
+            )
+            for ids, option in zip(encoded, options, strict=True)
+        ]
+
+    def _run(self, rows: list[Row], options: list[Options], steps: int) -> Iterator[None]:
         """Generates for all rows; yields after every `steps` steps, with what is new in the rows."""
         if not rows:
             return
-        num_positions = self._bucket(max(row.ids.size + row.limit for row in rows))
-        stop_V = np.zeros(self.tokenizer.vocab_size, bool)
-        stop_V[[self.tokenizer.separator_id, *options.stop_tokens]] = True
-        request = Request(self._cutoffs_L, options.knobs(), row_keys(options.seed, len(rows)), stop_V)
-        state = self._start(rows, request, num_positions)
+        request, state, num_positions = self._start(rows, options)
         target = 0  # decoding steps wanted by now
         while True:
-            self._take(rows, state, stop_V)
-            ended_B = np.array([bool(row.finish_reason) for row in rows])
+            self._take(rows, state)
+            ended_B = np.ones(state.done_B.shape, bool)
+            ended_B[: len(rows)] = [bool(row.finish_reason) for row in rows]
             if int(state.steps) >= target or ended_B.all():
                 yield
                 if ended_B.all():
@@ -177,22 +229,32 @@ class Sampler:
             state = state._replace(done_B=state.done_B | ended_B)
             state = self._advance(self._weights, request, state=state, target=np.int32(target))
 
-    def _take(self, rows: list[Row], state: GenerationState, stop_V: np.ndarray) -> None:
+    def _take(self, rows: list[Row], state: GenerationState) -> None:
         """Reads from the device what each row has by now."""
         fields = (state.produced_B, state.output_BN, state.fed_B, state.selected_B, state.steps_B)
-        for row, produced, tokens_N, *counts in zip(rows, *jax.device_get(fields), strict=True):
-            row.take(tokens_N[:produced], stop_V, *map(int, counts))
+        for row, produced, tokens_N, *counts in zip(rows, *jax.device_get(fields), strict=False):
+            row.take(tokens_N[:produced], *map(int, counts))
 
-    def _start(self, rows: list[Row], request: Request, num_positions: int) -> GenerationState:
-        """Runs the prompts, in a cache as large as they need; each row has then one token produced."""
+    def _start(self, rows: list[Row], options: list[Options]) -> tuple[Request, GenerationState, int]:
+        """Runs the prompts, in a cache as large as they need; each row has then one token produced.
+
+        Returns what stays the same, the state, and for how many positions it has room.
+        """
+        num_positions = self._bucket(max(row.ids.size + row.limit for row in rows))
         tokens_BT, lengths_B = _pad([row.ids for row in rows], self._bucket(max(row.ids.size for row in rows)))
-        limits_B = np.array([row.limit for row in rows], np.int32)
+        filled = len(lengths_B) - len(rows)
+        limits_B = np.array([row.limit for row in rows] + [0] * filled, np.int32)
+        stop_BV = np.zeros((len(lengths_B), self.tokenizer.vocab_size), bool)
+        for stop_V, row in zip(stop_BV, rows, strict=False):
+            stop_V[list(row.stops)] = True
+        options = options + [Options()] * filled
+        request = Request(self._cutoffs_L, make_knobs(options), self._keys([o.seed for o in options]), stop_BV)
         slots = self._slots(num_positions)
         while True:
             sizes = dict(num_positions=num_positions, slots=slots)
             state, overflowed = self._prefill(self._weights, request, tokens_BT, lengths_B, limits_B, **sizes)
             if not overflowed:
-                return state
+                return request, state, num_positions
             slots = self._more_slots(num_positions)
 
     def _slots(self, num_positions: int) -> tuple[int, ...]:
@@ -222,25 +284,37 @@ def bucket(length: int, context: int) -> int:
     return min(max(MIN_BUCKET, 1 << (length - 1).bit_length()), context)
 
 
+def batch_bucket(num_rows: int) -> int:
+    """`num_rows` rounded up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most a third of a batch only fills it up."""
+    power = 1 << (num_rows - 1).bit_length()
+    return 3 * power // 4 if power >= 4 and num_rows <= 3 * power // 4 else power
+
+
 def generate(
-    model: str | os.PathLike | Sampler, prompts: Prompt | Sequence[Prompt], *, selection: str | None = None, **options
+    model: str | os.PathLike | TrainedModel | Sampler,
+    prompts: Prompt | Sequence[Prompt],
+    options: Options | Sequence[Options] | None = None,
+    *,
+    selection: str | None = None,
+    on_text: Callable[[int, str], None] | None = None,
+    **changes,
 ) -> list[Completion]:
-    """Completes prompts with the newest checkpoint of a workdir, or with a `Sampler`. For `options` see `Options`."""
-    sampler = model if isinstance(model, Sampler) else Sampler(restore(model), selection)
-    return sampler.generate(prompts, **options)
+    """Completes prompts with the newest checkpoint of a workdir, a restored model, or a `Sampler`.
 
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if not isinstance(prompts, str | bytes | np.ndarray | Sequence):
-        raise RequestError(f"prompts = {prompts!r}: must be text, token ids, or a list of such")
-    one = isinstance(prompts, str | bytes | np.ndarray) or (
-        len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
-    )
-    return [prompts] if one else list(prompts)
+    A `Sampler` keeps its compiled programs from call to call. For the arguments see `Sampler.generate`.
+    """
+    if not isinstance(model, Sampler):
+        model = Sampler(model, selection)
+    elif selection not in (None, model.selection):
+        raise RequestError(f"selection = {selection!r}: this sampler was made for {model.selection!r}")
+    return model.generate(prompts, options, on_text=on_text, **changes)
 
 
 def _pad(rows: list[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [B, length] with zeros behind each row, lengths [B])."""
-    lengths_B = np.array([row.size for row in rows], np.int32)
-    tokens_BT = np.stack([np.pad(row, (0, length - row.size)) for row in rows]).astype(np.int32)
+    """(tokens [B, length] with zeros behind each row, lengths [B]); B is a bucket, filled up with rows of length 0."""
+    batch_size = batch_bucket(len(rows))
+    lengths_B = np.array([row.size for row in rows] + [0] * (batch_size - len(rows)), np.int32)
+    tokens_BT = np.zeros((batch_size, length), np.int32)
+    for tokens_T, row in zip(tokens_BT, rows, strict=False):
+        tokens_T[: row.size] = row
     return tokens_BT, lengths_B

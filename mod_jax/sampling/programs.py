@@ -32,7 +32,7 @@ class Request(NamedTuple):
     cutoffs_L: jax.Array
     knobs: Knobs
     keys_B: jax.Array
-    stop_V: jax.Array  # ids that end a row
+    stop_BV: jax.Array  # ids that end each row
 
 
 class GenerationState(NamedTuple):
@@ -80,7 +80,7 @@ class Programs:
             prompt_lengths_B=lengths_B,
             limits_B=limits_B,
             produced_B=zeros_B,
-            done_B=zeros_B > 0,
+            done_B=limits_B < 1,  # rows that only fill the batch up to its size
             output_BN=jnp.zeros((len(lengths_B), num_positions), jnp.int32),
             fed_B=lengths_B,
             selected_B=jnp.sum(output.selected_LBT, axis=(0, 2), dtype=jnp.int32),
@@ -179,13 +179,13 @@ class Programs:
             fed_B=state.fed_B + live_B * (self.num_drafts + 1),
             selected_B=state.selected_B + verified.selected_B,
         )
-        return _emit(state, verified.tokens_BG1, verified.emitted_B, request.stop_V)
+        return _emit(state, verified.tokens_BG1, verified.emitted_B, request.stop_BV)
 
     def _choose(self, state: GenerationState, logits_B1V, request: Request) -> GenerationState:
         """Chooses the next token of every live row."""
         keys_B = _fold(request.keys_B, state.produced_B)
         chosen_B = choose(logits_B1V[:, 0, : self.num_ids], request.knobs, keys_B)
-        return _emit(state, chosen_B[:, None], jnp.ones_like(chosen_B), request.stop_V)
+        return _emit(state, chosen_B[:, None], jnp.ones_like(chosen_B), request.stop_BV)
 
     def _expected(self, count: int) -> tuple[int, ...]:
         return tuple(rows_per_pass(count, capacity, self.platform) for capacity in self.capacity_L)
@@ -201,10 +201,10 @@ def serving_layers(config: Config, model: Model, params: dict[str, Any], platfor
     return causal.split_layers(nnx.merge(model.graphdef, nnx.State(params)), platform)
 
 
-def _emit(state: GenerationState, tokens_BE, count_B, stop_V) -> GenerationState:
+def _emit(state: GenerationState, tokens_BE, count_B, stop_BV) -> GenerationState:
     """Appends the first `count_B` tokens to each live row, up to the first that ends it, or its limit."""
     offsets_1E = jnp.arange(tokens_BE.shape[1], dtype=jnp.int32)[None]
-    is_stop_BE = stop_V[tokens_BE]
+    is_stop_BE = jnp.take_along_axis(stop_BV, tokens_BE, axis=1)
     stopped_before_BE = jnp.cumsum(is_stop_BE, axis=1) > is_stop_BE
     room_B = jnp.minimum(count_B, state.limits_B - state.produced_B)
     kept_BE = ~state.done_B[:, None] & (offsets_1E < room_B[:, None]) & ~stopped_before_BE

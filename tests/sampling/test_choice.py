@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from mod_jax.errors import RequestError
-from mod_jax.sampling.choice import Options, adjust, choose, row_keys
+from mod_jax.sampling.choice import Options, adjust, choose, make_knobs, make_options, probabilities, row_keys
 
 LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
 programs = {"adjust": jax.jit(adjust), "choose": jax.jit(choose)}
 
 
 def distribution(**options) -> np.ndarray:
-    logits_BV = programs["adjust"](jnp.asarray(LOGITS)[None], Options(**options).knobs())
+    logits_BV = programs["adjust"](jnp.asarray(LOGITS)[None], make_knobs([Options(**options)]))
     return np.asarray(jax.nn.softmax(logits_BV[0]))
 
 
@@ -39,14 +39,14 @@ def test_the_distribution_by_hand(options, expected):
 
 
 def test_of_equal_logits_top_k_keeps_the_lower_ids():
-    logits_BV = programs["adjust"](jnp.zeros((1, 5)), Options(top_k=2).knobs())
+    logits_BV = programs["adjust"](jnp.zeros((1, 5)), make_knobs([Options(top_k=2)]))
     assert jnp.isfinite(logits_BV)[0].tolist() == [True, True, False, False, False]
 
 
 def test_s10_temperature_0_is_greedy_exactly_and_the_first_of_equals():
     logits_BV = jnp.array([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
     for seed in range(5):
-        chosen_B = programs["choose"](logits_BV, Options(temperature=0).knobs(), row_keys(seed, 2))
+        chosen_B = programs["choose"](logits_BV, make_knobs([Options(temperature=0)] * 2), row_keys([seed] * 2))
         assert chosen_B.tolist() == [1, 0]
 
 
@@ -54,7 +54,7 @@ def test_choices_follow_the_distribution():
     num_draws = 4000
     logits_BV = jnp.broadcast_to(jnp.asarray(LOGITS)[None], (num_draws, 4))
     options = dict(temperature=1.3, top_p=0.95)
-    drawn_B = programs["choose"](logits_BV, Options(**options).knobs(), row_keys(1, num_draws))
+    drawn_B = programs["choose"](logits_BV, make_knobs([Options(**options)] * num_draws), row_keys(range(num_draws)))
     counts = np.bincount(np.asarray(drawn_B), minlength=4)
     expected = distribution(**options) * num_draws
     assert counts[expected == 0].sum() == 0
@@ -64,14 +64,46 @@ def test_choices_follow_the_distribution():
 
 def test_the_frequency_test_can_fail():
     drawn_B = programs["choose"](
-        jnp.broadcast_to(jnp.asarray(LOGITS)[None], (4000, 4)), Options().knobs(), row_keys(1, 4000)
+        jnp.broadcast_to(jnp.asarray(LOGITS)[None], (4000, 4)), make_knobs([Options()] * 4000), row_keys(range(4000))
     )
     counts, expected = np.bincount(np.asarray(drawn_B), minlength=4), distribution(temperature=1.3) * 4000
     assert np.sum((counts - expected) ** 2 / expected) > 16.3
 
 
-def test_a_rows_draws_do_not_depend_on_its_batch_mates():
-    assert jnp.array_equal(jax.random.key_data(row_keys(3, 5))[:2], jax.random.key_data(row_keys(3, 2)))
+def test_a_row_draws_by_its_own_seed_and_options_whatever_its_batch_mates_ask():
+    mates = [Options(seed=3), Options(seed=4, temperature=0), Options(seed=3, top_k=2), Options(seed=3, top_p=0.1)]
+    noisy_V = jnp.asarray(np.random.default_rng(0).normal(size=1000) * 3, jnp.float32)
+    for row, alone in enumerate(mates):
+        for logits_V in (noisy_V, jnp.zeros(1000)):
+            chosen = [
+                programs["choose"](
+                    jnp.broadcast_to(logits_V[None], (len(rows), 1000)),
+                    make_knobs(rows),
+                    row_keys([o.seed for o in rows]),
+                )
+                for rows in (mates, [alone])
+            ]
+            assert chosen[0][row] == chosen[1][0]
+    p_BV = probabilities(jnp.broadcast_to(noisy_V[None], (4, 1000)), make_knobs(mates))
+    kept = np.sum(np.asarray(p_BV) > 0, axis=-1)
+    assert kept[0] == 1000  # a float32 sum of its probabilities reaches 1 sooner
+    assert kept[1:].tolist() == [1, 2, 1]
+
+
+def test_one_options_for_all_prompts_or_one_per_prompt():
+    assert make_options(None, dict(seed=2), 2) == [Options(seed=2)] * 2
+    several = [Options(seed=1), Options(top_k=3)]
+    assert make_options(several, {}, 2) == several
+    for options, changes, message in (
+        (None, dict(temprature=1.0), "temprature: no such option; did you mean temperature"),
+        (None, dict(zzz=1.0), "zzz: no such option; there are max_new_tokens, temperature"),
+        (several, {}, "options: 2 for 3 prompts"),
+        (Options(), dict(seed=1), "seed: give it within options"),
+        ({"seed": 1}, {}, "options = .*must be Options, or a list"),
+        ([Options(), None, None], {}, "options = .*must be Options, or a list"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            make_options(options, changes, 3)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +127,9 @@ def test_a_rows_draws_do_not_depend_on_its_batch_mates():
         dict(stop_strings="\n"),
         dict(stop_strings=[""]),
         dict(stop_tokens="x"),
+        dict(truncate=1),
+        dict(seed=10**5000),
+        dict(top_k=-(10**5000)),
     ],
 )
 def test_s10_bad_values_are_refused_by_name(bad):

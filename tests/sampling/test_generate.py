@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mod_jax.errors import CacheOverflowError, ConfigError, RequestError
-from mod_jax.sampling import Sampler
+from mod_jax.sampling import Options, Sampler, generate
+from mod_jax.sampling.generate import batch_bucket
 from mod_jax.sampling.programs import Programs
 from mod_jax.trained import causal_selection
 
@@ -115,6 +116,7 @@ def test_stop_tokens_and_stop_strings_end_a_completion_before_themselves(sampler
     both = sampler.generate(["x", "y"], max_new_tokens=12, seed=5, stop_strings=[text])
     assert both[0].text == whole.text[: whole.text.index(text)]
     assert both[0].finish_reason == "stop"
+    assert sampler.tokenizer.decode(both[0].tokens).decode(errors="replace") == both[0].text  # none of the stop string
 
 
 def test_no_limit_means_up_to_the_context_row_by_row(sampler):
@@ -200,6 +202,81 @@ def test_s13_programs_are_bounded_by_buckets_not_by_prompts(build):
     assert sampler.num_programs == 3 + 2
     sampler.generate(["", ""], max_new_tokens=4)  # the count sees another shape
     assert sampler.num_programs == 3 + 2 + 2
+    for prompts in ([""] * 5, ["a", "b"] * 3, ["long" * 5] * 6):  # five fill up to six
+        sampler.generate(prompts, max_new_tokens=4)
+    assert sampler.num_programs == 3 + 2 + 2 + 2
+
+
+def test_what_was_warmed_up_compiles_nothing_later(build):
+    sampler = Sampler(build(**SHALLOW), "threshold", capacity_L=(1.0,))
+    assert sampler.warm_up(batch_sizes=[1, 3], prompt_lengths=[20]) == 4
+    sampler.generate("x")
+    list(sampler.stream("a longer prompt", temperature=0.5))
+    sampler.generate(["x", "y", ""], [Options(seed=1), Options(stop_strings=["a"]), Options(max_new_tokens=3)])
+    assert sampler.num_programs == 4
+    assert sampler.warm_up(batch_sizes=[3]) == 0
+    for bad in (dict(batch_sizes=[0]), dict(prompt_lengths=[32]), dict(prompt_lengths=[True])):
+        with pytest.raises(RequestError, match=next(iter(bad))):
+            sampler.warm_up(**bad)
+
+
+def test_a_prompts_completion_depends_on_its_own_options_alone_wherever_it_sits(sampler):
+    """Alone, among mates, first or last, in a batch that is filled up or not; and equal prompts give equal texts."""
+    mine = Options(seed=7, temperature=0.8, top_k=40, max_new_tokens=10)
+    alone = sampler.generate("def f(x):", mine)[0]
+    mates = [Options(seed=1), Options(temperature=0, max_new_tokens=3), Options(top_p=0.2), Options(stop_tokens=[70])]
+    for place in range(5):
+        prompts, options = ["x", "", "yy", "y"], list(mates)
+        prompts.insert(place, "def f(x):")
+        options.insert(place, mine)
+        assert sampler.generate(prompts, options)[place] == alone
+    assert len(sampler.generate(["x", ""], mates[:2])[1].tokens) == 3
+    same = sampler.generate(["x"] * 3, seed=5, max_new_tokens=10)
+    assert same[0] == same[1] == same[2]
+    several = sampler.generate(["x"] * 3, [Options(seed=seed, max_new_tokens=10) for seed in (5, 6, 7)])
+    assert several[0] == same[0]
+    assert len({completion.text for completion in several}) == 3
+
+
+def test_stop_strings_and_stop_tokens_are_of_one_prompt(sampler):
+    free = sampler.generate(["x", "x"], max_new_tokens=12, seed=5)[0]
+    options = [Options(max_new_tokens=12, seed=5, stop_tokens=[free.tokens[4]]), Options(max_new_tokens=12, seed=5)]
+    stopped, whole = sampler.generate(["x", "x"], options)
+    assert (stopped.finish_reason, whole) == ("stop", free)
+    text = next(c for c in free.text if c != "\N{REPLACEMENT CHARACTER}")
+    stopped, whole = sampler.generate(["x", "x"], [Options(max_new_tokens=12, seed=5, stop_strings=[text]), options[1]])
+    assert (stopped.finish_reason, whole) == ("stop", free)
+
+
+def test_batch_sizes_round_up_by_a_third_at_most():
+    assert [batch_bucket(n) for n in (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 64, 65)] == [
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        12,
+        16,
+        24,
+        32,
+        64,
+        96,
+    ]
+    assert all(n <= batch_bucket(n) <= 1.5 * n for n in range(1, 500))
+
+
+def test_paths_models_and_samplers_are_told_apart(build, sampler):
+    model = build(**SHALLOW)
+    expected = sampler.generate("x", temperature=0, max_new_tokens=3)
+    assert generate(model, "x", temperature=0, max_new_tokens=3, selection="threshold") == expected
+    assert generate(sampler, "x", temperature=0, max_new_tokens=3) == expected
+    with pytest.raises(RequestError, match="this sampler was made for 'threshold'"):
+        generate(sampler, "x", selection="router")
+    for bad in (3, None, model.params):
+        with pytest.raises(RequestError, match="model: must be a workdir or what restore"):
+            Sampler(bad)
+    assert sampler.log_likelihoods([]) == []
 
 
 def test_ids_that_stand_for_nothing_are_never_chosen(build):
@@ -237,12 +314,17 @@ def test_requests_without_prompts_or_with_odd_ones(sampler):
     assert sampler.generate([]) == []
     assert len(sampler.generate([5, 6, 7], max_new_tokens=2)) == 1  # ids of one prompt
     assert len(sampler.generate([[5, 6], "x"], max_new_tokens=2)) == 2
-    for bad in (None, 3, [None], ["x", None]):
-        with pytest.raises(RequestError, match="prompt"):
+    for bad, message in (
+        (None, "prompts = None"),
+        (3, "prompts = 3"),
+        ([None], "prompt = None"),
+        (["x", 3], r"prompts\[1\] = 3"),
+    ):
+        with pytest.raises(RequestError, match=message):
             sampler.generate(bad)
     with pytest.raises(RequestError, match="stop_tokens"):
         sampler.generate("x", stop_tokens=[257])
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(RequestError, match="temprature: no such option; did you mean temperature"):
         sampler.generate("x", temprature=1.0)
 
 

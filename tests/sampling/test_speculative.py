@@ -8,7 +8,7 @@ import pytest
 from mod_jax.errors import RequestError
 from mod_jax.sampling import Sampler
 from mod_jax.sampling import cache as cache_lib
-from mod_jax.sampling.choice import Options, probabilities, row_keys
+from mod_jax.sampling.choice import Options, make_knobs, probabilities, row_keys
 from mod_jax.sampling.speculative import accept, draft_and_verify
 
 PROMPTS = ["def f(x):", "x", ""]
@@ -62,7 +62,7 @@ def test_what_was_refused_leaves_no_trace_in_the_cache(build, tools):
     def round_of(last_B, positions_B, cache):
         given = (last_B, positions_B, jnp.ones(3, bool), cache, "threshold", model.cutoffs_L)
         sizes = dict(num_ids=257, num_positions=T, num_drafts=num_drafts, kept_L=(1, 2))
-        return draft_and_verify(layers, *given, Options(temperature=0).knobs(), row_keys(0, 3), **sizes)
+        return draft_and_verify(layers, *given, make_knobs([Options(temperature=0)] * 3), row_keys(range(3)), **sizes)
 
     verified = round_of(last_B, lengths_B, cache)
     assert verified.emitted_B.min() < num_drafts + 1  # something was refused
@@ -133,7 +133,7 @@ def test_sampled_text_has_the_distribution_of_the_model(build):
     pairs = []
     for num_drafts, seed in ((0, 1), (2, 2), (0, 3)):
         sampler = Sampler(model, "threshold", num_drafts=num_drafts, capacity_L=(1.0,))
-        completions = sampler.generate(["x"] * 400, seed=seed, **options)
+        completions = sampler.generate(["x"] * 400, [Options(seed=1000 * seed + i, **options) for i in range(400)])
         pairs.append([tuple(c.tokens[:2]) for c in completions])
 
     def distance(first, second):
@@ -147,7 +147,7 @@ def test_sampled_text_has_the_distribution_of_the_model(build):
 def test_probabilities_are_those_that_choose_draws_from():
     logits_BTV = jnp.log(jnp.asarray([[[0.5, 0.25, 0.15, 0.1]]]))
     for options, expected in ((dict(top_k=2), [2 / 3, 1 / 3, 0, 0]), (dict(temperature=0), [1, 0, 0, 0])):
-        actual = probabilities(logits_BTV, Options(**options).knobs())
+        actual = probabilities(logits_BTV, make_knobs([Options(**options)]))
         np.testing.assert_allclose(actual, [[expected]], atol=1e-6)
 
 

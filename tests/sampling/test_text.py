@@ -5,7 +5,7 @@ import pytest
 
 from mod_jax.data.tokenizers import ByteTokenizer
 from mod_jax.errors import RequestError
-from mod_jax.sampling.text import TextStream, encode_prompt
+from mod_jax.sampling.text import Row, TextStream, encode_prompt
 
 TOKENIZER = ByteTokenizer()
 
@@ -64,3 +64,33 @@ def test_s9_a_prompt_that_is_too_long_is_refused_or_its_end_kept():
 def test_what_is_no_prompt_is_refused(bad):
     with pytest.raises(RequestError, match="prompt"):
         encode_prompt(TOKENIZER, bad, 10, False)
+
+
+class Words:
+    """A tokenizer whose ids are whole words."""
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def decode(self, ids):
+        return b"".join(self.pieces[i] for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "text", "tokens"),
+    [
+        ([b"ab", b"c", b"EN", b"D"], "END", "abc", 2),
+        ([b"ab", b"cE", b"ND"], "END", "abc", 1),  # the token on its beginning goes, though its first letter is shown
+        ([b"a", b"END"], "END", "a", 1),
+        ([b"END"], "END", "", 0),
+        ([b"a", b"\xc3", b"\xa9"], "\xe9", "a", 1),  # half a character belongs to the one that it begins
+        ([b"\xc3", b"\xa9", b"a", b"b"], "ab", "\xe9", 2),
+        ([b"x", b"a", b"", b"b"], "ab", "x", 1),
+        ([b"aa", b"b", b"aa", b"c"], "bac", "aabaac", 4),  # not found at all
+    ],
+)
+def test_a_completions_tokens_end_before_the_stop_string(pieces, stop, text, tokens):
+    row = Row(np.zeros(1, np.int32), len(pieces), frozenset({99}), TextStream(Words(*pieces), [stop]), 0)
+    row.take(np.arange(len(pieces)), 0, 0, 0)
+    completion = row.completion()
+    assert (completion.text, len(completion.tokens)) == (text, tokens)
