@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from mod_jax import config as config_lib
+from mod_jax import paths
 from mod_jax.config import Config
 from mod_jax.data import tokenizers
 from mod_jax.data.corpus import prepare_corpus
@@ -40,7 +41,7 @@ def restore(workdir: str | os.PathLike, step: int | None = None) -> TrainedModel
       StorageError: if there is none.
       CheckpointMismatch: if it is of another model than its own config describes.
     """
-    directory = pathlib.Path(workdir).expanduser().absolute() / CHECKPOINTS
+    directory = paths.local_folder("--workdir", workdir) / CHECKPOINTS
     if not directory.is_dir():
         raise StorageError(f"{directory}: there is no such folder, so nothing was trained in this workdir yet")
     with Checkpointer(directory, read_only=True) as checkpointer:

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 import mod_jax
 from mod_jax import config as config_lib
-from mod_jax import outputs, sharding
+from mod_jax import outputs, paths, sharding
 from mod_jax.config import Config
 from mod_jax.data.batches import Batch, train_batches
 from mod_jax.data.corpus import Corpus, describe_corpus, prepare_corpus
@@ -123,6 +123,7 @@ def dry_run(config: Config, workdir: str | os.PathLike) -> None:
 
 def prepare_run(config: Config, workdir: str | os.PathLike) -> Run:
     """Opens the data, checks what needs data or devices to check, and describes the run on stdout."""
+    workdir = paths.folder_to_write("--workdir", workdir)
     corpus = prepare_corpus(config.data)
     check_processes_agree(config, corpus)
     vocab_size = vocabulary(config, corpus)
@@ -130,7 +131,7 @@ def prepare_run(config: Config, workdir: str | os.PathLike) -> Run:
     model = make_model(config, vocab_size)
     run = Run(
         config=config,
-        workdir=pathlib.Path(workdir).expanduser().absolute(),
+        workdir=workdir,
         corpus=corpus,
         mesh=mesh,
         model=model,
