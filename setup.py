@@ -6,6 +6,7 @@ import setuptools
 
 README = pathlib.Path(__file__).parent / "README.md"
 
+DOCS = ["pdoc>=15"]
 NOTEBOOKS = ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5.10"]
 EXTRAS = {
     "test": [
@@ -16,8 +17,10 @@ EXTRAS = {
         "sentencepiece>=0.2",
         "tensorboardX>=2.6",
         "tokenizers>=0.20",
+        *DOCS,
         *NOTEBOOKS,
     ],
+    "docs": DOCS,
     "notebooks": NOTEBOOKS,
     "tpu": ["libtpu"],
     "cuda": ["jax[cuda12]"],
