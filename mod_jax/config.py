@@ -2,8 +2,13 @@
 
 Vocabulary. A *config* is the `ml_collections.ConfigDict` that `configs/*.py` return and `--config.a.b=value` edits. A
 `Config` is the frozen, validated dataclass that the rest of mod_jax reads. `from_config_dict` turns the first into the
-second and is the only place that checks anything. A key marked `free` may change when a run is resumed: it alters where
-and how a run is computed or watched, never what is learned.
+second and is the only place that checks anything.
+
+Each key declares what it takes to change it once a run has begun, as one of `CHANGES`. `free` keys alter where and how
+a run is computed or watched, never what is learned, and say why. README's table of them is made from here.
+
+A default never changes, and a new key's default is what the program did before it had the key. So a config means the
+same in every version, and its fingerprint, taken over what differs from the default, stays when keys are added.
 """
 
 import dataclasses
@@ -20,34 +25,70 @@ from ml_collections import config_dict
 from mod_jax.errors import ConfigError
 from mod_jax.outputs import canonical
 
+# What it takes to change a key of a run that has begun; each verb allows what those before it allow.
+CHANGES = {
+    "free": "nothing: the same command resumes the run",
+    "corpus": "nothing, as long as the corpus keeps its digest",
+    "length": "`--extend`, unless it gives the same number of steps",
+    "weights": "a new run, to which these weights would fit",
+    "never": "a new run: the weights have other shapes, or other meanings",
+}
 
-def _key(default, doc, *, low=None, above=None, high=None, choices=None, free=False):
-    """Declares one config key. `low` and `high` are inclusive bounds, `above` is an exclusive lower bound."""
-    metadata = dict(doc=doc, low=low, above=above, high=high, choices=choices, free=free)
+
+def _key(default, doc, *, low=None, above=None, high=None, choices=None, change="weights", why=""):
+    """Declares one config key.
+
+    Args:
+      low, high: inclusive bounds.
+      above: exclusive lower bound.
+      change: what it takes to change it once a run has begun, one of `CHANGES`.
+      why: of a free key: why nothing that is learned depends on it.
+    """
+    metadata = dict(doc=doc, low=low, above=above, high=high, choices=choices, change=change, why=why)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def _free(default, doc, why, **bounds):
+    return _key(default, doc, change="free", why=why, **bounds)
+
+
+_ROUNDING = "the same sums in another order"
+_WATCHING = "says when to look, not what to learn"
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    vocab_size: int = _key(0, "rows of the embedding table; 0: the tokenizer's", low=0)
-    width: int = _key(256, "D, size of the residual stream", low=1)
-    depth: int = _key(8, "L, number of blocks", low=1)
-    num_heads: int = _key(4, "N, query heads", low=1)
-    num_kv_heads: int = _key(0, "K, key/value heads; 0: num_heads", low=0)
-    head_dim: int = _key(0, "H; 0: width / num_heads", low=0)
-    mlp_dim: int = _key(0, "F, MLP hidden size; 0: 4 * width", low=0)
-    activation: str = _key("relu_squared", "MLP non-linearity", choices=("relu_squared", "gelu", "silu"))
+    vocab_size: int = _key(0, "rows of the embedding table; 0: the tokenizer's", low=0, high=2**31 - 1, change="never")
+    width: int = _key(256, "D, size of the residual stream", low=1, high=2**20, change="never")
+    depth: int = _key(8, "L, number of blocks", low=1, high=2**12, change="never")
+    num_heads: int = _key(4, "N, query heads", low=1, high=2**16, change="never")
+    num_kv_heads: int = _key(0, "K, key/value heads; 0: num_heads", low=0, high=2**16, change="never")
+    head_dim: int = _key(0, "H; 0: width / num_heads", low=0, high=2**20, change="never")
+    mlp_dim: int = _key(0, "F, MLP hidden size; 0: 4 * width", low=0, high=2**24, change="never")
+    activation: str = _key(
+        "relu_squared", "MLP non-linearity", choices=("relu_squared", "gelu", "silu"), change="never"
+    )
     layout: str = _key("FR", "pattern of block kinds, cycled over depth: F full, R routed")
-    context: int = _key(0, "longest sequence when sampling; 0: data.seq_len", low=0)
+    context: int = _free(
+        0,
+        "longest sequence when sampling; 0: data.seq_len",
+        "read by sampling alone; positions are rotations, computed as they come",
+        low=0,
+        high=2**24,
+    )
     rope_base: float = _key(10_000.0, "base of the rotary wavelengths", above=1.0)
-    qk_norm: bool = _key(True, "RMS-normalise queries and keys per head")
-    tie_embedding: bool = _key(False, "use the embedding table for the logits")
+    qk_norm: bool = _key(True, "RMS-normalise queries and keys per head", change="never")
+    tie_embedding: bool = _key(False, "use the embedding table for the logits", change="never")
     dtype: str = _key(
         "float32", "compute dtype; parameters, router and loss stay float32", choices=("float32", "bfloat16")
     )
-    remat: str = _key("none", "what the backward pass recomputes", choices=("none", "dots", "full"), free=True)
-    scan: bool = _key(
-        True, "scan over repetitions of the layout: compile time flat in depth, but 5-15 % slower on a CPU", free=True
+    remat: str = _free(
+        "none", "what the backward pass recomputes", "recomputes the same numbers", choices=("none", "dots", "full")
+    )
+    scan: bool = _free(
+        True,
+        "scan over repetitions of the layout: compile time flat in depth, but 5-15 % slower on a CPU",
+        "the same blocks, in a loop or one by one",
     )
 
 
@@ -86,13 +127,25 @@ class RoutingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    source: str = _key("python_stdlib", "python_stdlib | synthetic | tfds:NAME | text:PATH | jsonl:PATH")
-    text_key: str = _key("text", "field that holds the text, for tfds and jsonl sources")
-    tokenizer: str = _key("bytes", "bytes | bpe:VOCAB_SIZE | sentencepiece:PATH")
-    seq_len: int = _key(256, "T, tokens per training row", low=2)
-    eval_windows: int = _key(128, "held-out windows per evaluation", low=1)
-    workers: int = _key(0, "processes that prefetch batches; 0: in-process threads", low=0, high=64, free=True)
-    cache_dir: str = _key("", "where prepared corpora live; '': $MOD_JAX_CACHE or ~/.cache/mod_jax", free=True)
+    source: str = _key(
+        "python_stdlib", "python_stdlib | synthetic | tfds:NAME | text:PATH | jsonl:PATH", change="corpus"
+    )
+    text_key: str = _key("text", "field that holds the text, for tfds and jsonl sources", change="corpus")
+    tokenizer: str = _key("bytes", "bytes | bpe:VOCAB_SIZE | sentencepiece:PATH", change="corpus")
+    seq_len: int = _key(256, "T, tokens per training row", low=2, high=2**24)
+    eval_windows: int = _free(
+        128, "held-out windows per evaluation", "evaluation learns nothing", low=1, high=2**31 - 1
+    )
+    workers: int = _free(
+        0,
+        "processes that prefetch batches; 0: in-process threads",
+        "the stream is a function of seed and step alone",
+        low=0,
+        high=64,
+    )
+    cache_dir: str = _free(
+        "", "where prepared corpora live; '': $MOD_JAX_CACHE or ~/.cache/mod_jax", "the digest says what lies there"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,28 +164,36 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    batch_size: int = _key(8, "rows per step, all devices together", low=1)
-    accumulation: int = _key(1, "micro-batches per step", low=1)
-    steps: int = _key(0, "run length in steps; exactly one of steps, tokens, flops is > 0", low=0)
-    tokens: int = _key(0, "run length in training tokens", low=0)
-    flops: float = _key(0.0, "run length as a training FLOP budget", low=0.0)
-    z_loss: float = _key(0.0, "coefficient of the squared log-normaliser of the logits", low=0.0)
-    loss_chunk: int = _key(
-        0, "tokens per device whose logits exist at a time; 0: 512 on a CPU, 2048 elsewhere", low=0, free=True
+    batch_size: int = _key(8, "rows per step, all devices together", low=1, high=2**24)
+    accumulation: int = _free(1, "micro-batches per step", _ROUNDING, low=1, high=2**24)
+    steps: int = _key(
+        0, "run length in steps; exactly one of steps, tokens, flops is > 0", low=0, high=2**31 - 1, change="length"
     )
-    max_bad_steps: int = _key(10, "consecutive non-finite steps after which the run stops", low=1, free=True)
-    log_every: int = _key(10, "steps between log lines", low=1, free=True)
-    eval_every: int = _key(200, "steps between held-out evaluations; 0: only at the end", low=0, free=True)
-    save_every: int = _key(200, "steps between checkpoints; 0: only at the end", low=0, free=True)
-    keep: int = _key(2, "newest checkpoints kept, beside the best one", low=1, free=True)
-    tracker: str = _key("none", "where else metrics go", choices=("none", "tensorboard", "wandb", "trackio"), free=True)
+    tokens: int = _key(0, "run length in training tokens", low=0, change="length")
+    flops: float = _key(0.0, "run length as a training FLOP budget", low=0.0, change="length")
+    z_loss: float = _key(0.0, "coefficient of the squared log-normaliser of the logits", low=0.0)
+    loss_chunk: int = _free(
+        0, "tokens per device whose logits exist at a time; 0: 512 on a CPU, 2048 elsewhere", _ROUNDING, low=0
+    )
+    max_bad_steps: int = _free(
+        10, "consecutive non-finite steps after which the run stops", "a bad step changes nothing learned", low=1
+    )
+    log_every: int = _free(10, "steps between log lines", _WATCHING, low=1)
+    eval_every: int = _free(200, "steps between held-out evaluations; 0: only at the end", _WATCHING, low=0)
+    save_every: int = _free(200, "steps between checkpoints; 0: only at the end", _WATCHING, low=0)
+    keep: int = _free(2, "newest checkpoints kept, beside the best one", _WATCHING, low=1)
+    tracker: str = _free(
+        "none", "where else metrics go", _WATCHING, choices=("none", "tensorboard", "wandb", "trackio")
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    data: int = _key(-1, "devices along the batch with replicated parameters; -1: all that are left", low=-1, free=True)
-    fsdp: int = _key(1, "devices along the batch with sharded parameters; -1: all that are left", low=-1, free=True)
-    tensor: int = _key(1, "devices along heads, MLP and vocabulary; -1: all that are left", low=-1, free=True)
+    data: int = _free(
+        -1, "devices along the batch with replicated parameters; -1: all that are left", _ROUNDING, low=-1
+    )
+    fsdp: int = _free(1, "devices along the batch with sharded parameters; -1: all that are left", _ROUNDING, low=-1)
+    tensor: int = _free(1, "devices along heads, MLP and vocabulary; -1: all that are left", _ROUNDING, low=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +254,13 @@ def _flat_fields() -> dict[str, dataclasses.Field]:
 
 
 FIELDS = _flat_fields()
-DERIVED_KEYS = ("model.num_kv_heads", "model.head_dim", "model.mlp_dim", "model.context")
-FREE_KEYS = frozenset(name for name, field in FIELDS.items() if field.metadata["free"])
-LENGTH_KEYS = ("train.steps", "train.tokens", "train.flops")
+LENGTH_KEYS = tuple(name for name, field in FIELDS.items() if field.metadata["change"] == "length")
+
+
+def may_change(name: str, change: str) -> bool:
+    """Whether `change`, one of `CHANGES`, lets this key differ once a run has begun."""
+    order = list(CHANGES)
+    return order.index(FIELDS[name].metadata["change"]) <= order.index(change)
 
 
 def default_config() -> ml_collections.ConfigDict:
@@ -260,11 +325,8 @@ def difference(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 def changed_from_default(config: Config) -> dict[str, Any]:
     """Keys that were set to something else than their default or, where the default is derived, than what it gives."""
     flat = to_flat_dict(config)
-    changed = {name: value for name, value in flat.items() if value != FIELDS[name].default}
-    for name in DERIVED_KEYS:
-        if from_flat_dict({**flat, name: FIELDS[name].default}) == config:
-            changed.pop(name, None)
-    return changed
+    defaults = {name: field.default for name, field in FIELDS.items()} | _derived(flat)
+    return {name: value for name, value in flat.items() if value != defaults[name]}
 
 
 def describe(config: Config) -> list[str]:
@@ -277,9 +339,30 @@ def describe(config: Config) -> list[str]:
 
 
 def fingerprint(config: Config) -> str:
-    """Twelve hex digits that change exactly when something that affects the learned result changes."""
-    learned = {name: value for name, value in to_flat_dict(config).items() if name not in FREE_KEYS}
+    """Twelve hex digits, the same for two configs exactly if they say the same of what is learned.
+
+    Taken over the keys that are not free and differ from their default. So a version with more keys gives the same.
+    """
+    learned = {name: value for name, value in changed_from_default(config).items() if not may_change(name, "free")}
     return hashlib.sha256(canonical(learned).encode()).hexdigest()[:12]
+
+
+def change_table() -> list[str]:
+    """A Markdown table: what it takes to change each key of a run that has begun."""
+    rows = [f"| {takes} | {_keys_that_take(change)} |" for change, takes in CHANGES.items()]
+    return ["| to change it takes | keys |", "|---|---|", *rows]
+
+
+def _keys_that_take(change: str) -> str:
+    names = [name for name, field in FIELDS.items() if field.metadata["change"] == change]
+    sections = dict.fromkeys(name.split(".")[0] for name in names)
+    groups = [[name for name in names if name.split(".")[0] == section] for section in sections]
+    leaves = [", ".join(name.split(".")[-1] for name in group) for group in groups]
+    parts = [
+        group[0] if len(group) == 1 else f"{section}.{{{inside}}}"
+        for section, group, inside in zip(sections, groups, leaves, strict=True)
+    ]
+    return ", ".join(f"`{part}`" for part in parts)
 
 
 def _get(config: Config, name: str) -> Any:
@@ -344,24 +427,33 @@ def _checked(name: str, field: dataclasses.Field, value: Any) -> Any:
 
 
 def _range_text(allowed) -> str:
-    left = f"({allowed['above']:g}" if allowed["above"] is not None else f"[{allowed['low']:g}"
-    if allowed["high"] is None:
-        return f"> {allowed['above']:g}" if allowed["above"] is not None else f">= {allowed['low']:g}"
-    return f"in {left}, {allowed['high']:g}]"
+    low, above, high = (
+        f"{bound:g}" if isinstance(bound, float) else bound
+        for bound in (allowed["low"], allowed["above"], allowed["high"])
+    )
+    if high is None:
+        return f"> {above}" if above is not None else f">= {low}"
+    return f"in {f'({above}' if above is not None else f'[{low}'}, {high}]"
 
 
 def _resolve(values: dict[str, Any]) -> None:
     """Replaces each 0 that stands for "derive it" by its value."""
     width, heads = values["model.width"], values["model.num_heads"]
-    if not values["model.head_dim"]:
-        if width % heads:
-            raise ConfigError(
-                f"config.model.num_heads = {heads}: must divide model.width = {width}, or set model.head_dim"
-            )
-        values["model.head_dim"] = width // heads
-    values["model.num_kv_heads"] = values["model.num_kv_heads"] or heads
-    values["model.mlp_dim"] = values["model.mlp_dim"] or 4 * width
-    values["model.context"] = values["model.context"] or values["data.seq_len"]
+    if not values["model.head_dim"] and width % heads:
+        raise ConfigError(f"config.model.num_heads = {heads}: must divide model.width = {width}, or set model.head_dim")
+    for name, value in _derived(values).items():
+        values[name] = values[name] or value
+
+
+def _derived(values: dict[str, Any]) -> dict[str, int]:
+    """What 0 stands for, where it stands for something that other keys give."""
+    width, heads = values["model.width"], values["model.num_heads"]
+    return {
+        "model.num_kv_heads": heads,
+        "model.head_dim": width // heads,
+        "model.mlp_dim": 4 * width,
+        "model.context": values["data.seq_len"],
+    }
 
 
 def _check_relations(values: dict[str, Any]) -> None:

@@ -46,8 +46,11 @@ REFUSED = {
         [SMOKE, "--config.modle.width=3"],
         "config.modle.width: unknown key; did you mean config.model.width",
     ),
-    "wrong_type": ([SMOKE, "--config.model.width=wide"], "config.model.width = 'wide': must be an integer >= 1"),
-    "fraction": ([SMOKE, "--config.model.width=2.5"], "config.model.width = 2.5: must be an integer >= 1"),
+    "wrong_type": (
+        [SMOKE, "--config.model.width=wide"],
+        "config.model.width = 'wide': must be an integer in [1, 1048576]",
+    ),
+    "fraction": ([SMOKE, "--config.model.width=2.5"], "config.model.width = 2.5: must be an integer in [1, 1048576]"),
     "nan": ([SMOKE, "--config.optimizer.learning_rate=nan"], "config.optimizer.learning_rate = "),
     "out_of_range": (
         [SMOKE, "--config.routing.capacity=1.5"],

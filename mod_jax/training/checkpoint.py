@@ -30,8 +30,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from mod_jax.config import FREE_KEYS, LENGTH_KEYS, Config, difference
-from mod_jax.errors import CheckpointMismatch, ResumeRefused, StorageError
+from mod_jax.errors import CheckpointMismatch, StorageError
 from mod_jax.outputs import canonical, plain
 from mod_jax.training.digest import compute_digests
 
@@ -340,32 +339,6 @@ class _KeepBest:
         del context
         best = self._best_of([info.step for info in checkpoints])
         return [info.step == best for info in checkpoints]
-
-
-def check_same_run(old_config: Config, new_config: Config, old_digest: str, new_digest: str, extend: bool) -> None:
-    """Refuses to continue a checkpoint under a config or corpus that would make it another run.
-
-    Keys marked free may change. A changed run length moves the learning-rate schedule, so it must be asked for.
-
-    Args:
-      old_config: the config that wrote the checkpoint.
-      new_config: the config at hand.
-      old_digest: digest of the corpus that the checkpoint was trained on.
-      new_digest: digest of the corpus at hand.
-      extend: whether the run length may change.
-
-    Raises:
-      ResumeRefused: with one line per difference, `key: old -> new`.
-    """
-    changed = {key: pair for key, pair in difference(old_config, new_config).items() if key not in FREE_KEYS}
-    length = {key: changed.pop(key) for key in LENGTH_KEYS if key in changed}
-    if old_digest != new_digest:
-        changed["corpus digest"] = (old_digest, new_digest)
-    lines = [f"  {key}: {old!r} -> {new!r}" for key, (old, new) in changed.items()]
-    if length and not extend:
-        lines += [f"  {key}: {old!r} -> {new!r}  (allowed with --extend)" for key, (old, new) in length.items()]
-    if lines:
-        raise ResumeRefused("the checkpoint was written by another run (checkpoint -> now):\n" + "\n".join(lines))
 
 
 def _attempt(load: Callable[[int], Any], step: int) -> tuple[Any, Exception | None]:

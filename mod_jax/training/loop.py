@@ -25,11 +25,11 @@ from mod_jax import outputs, paths, sharding
 from mod_jax.config import Config
 from mod_jax.data.batches import Batch, train_batches
 from mod_jax.data.corpus import Corpus, describe_corpus, prepare_corpus
-from mod_jax.errors import ConfigError, DataError, ResumeRefused
+from mod_jax.errors import ConfigError, DataError
 from mod_jax.evaluation.evaluator import Evaluator
 from mod_jax.models import flops
 from mod_jax.models.model import Model, make_model
-from mod_jax.training import checkpoint
+from mod_jax.training import resume
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.optimizer import make_optimizer
 from mod_jax.training.preemption import PreemptionGuard
@@ -192,13 +192,12 @@ def restore_or_init(run: Run, checkpointer: Checkpointer, extend: bool) -> Train
         say(f"FRESH RUN: no checkpoint in {run.workdir / 'checkpoints'}")
         shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state)
         return jax.jit(lambda: init_state(run.config, run.model), out_shardings=shardings)()
-    try:
-        saved_config = config_lib.from_flat_dict(saved["config"])
-    except ConfigError as error:
-        raise ResumeRefused(f"the checkpoint was written by mod_jax {saved['mod_jax']}: {error}") from error
-    checkpoint.check_same_run(saved_config, run.config, saved["corpus_digest"], run.corpus.digest, extend)
+    notes = resume.check_same_run(saved, run.config, run.corpus.digest, run.num_steps, extend)
     restored = checkpointer.restore(run.abstract_state)
-    say(f"RESUMED step {restored.step} of {run.num_steps} from {run.workdir / 'checkpoints'}")
+    resume.check_length(restored.metadata, restored.step, run.num_steps)
+    if extension := resume.describe_extension(restored.metadata, run.config, restored.step, run.num_steps):
+        notes.append(extension)
+    say("\n".join([f"RESUMED step {restored.step} of {run.num_steps} from {run.workdir / 'checkpoints'}", *notes]))
     return restored.state
 
 

@@ -219,15 +219,41 @@ def test_t7_another_run_is_refused_with_every_difference(copied, capsys):
 
 def test_t7_free_keys_may_change_and_an_extension_is_asked_for(copied):
     free = {"train.log_every": 3, "train.eval_every": 0, "train.max_bad_steps": 2, "train.keep": 1}
+    free |= {"data.eval_windows": 4, "model.context": 32, "train.accumulation": 2, "mesh.data": 4}
     longer = make_run_config(**free, **{"train.steps": 8})
     with pytest.raises(ResumeRefused, match=r"train.steps: 6 -> 8 .*extend"):
         quietly(train, longer, copied)
     outcome, output = quietly(train, longer, copied, extend=True)
     assert outcome is Outcome.DONE
     assert "RESUMED step 6 of 8" in output
+    assert "EXTENDED from 6 to 8 steps: the learning rate was 1.50e-04 at step 6" in output
     assert learned(copied)[-1]["step"] == 8
     assert steps_on_disk(copied)[-1] == 8
     assert quietly(train, longer, copied)[0] is Outcome.DONE  # now it is a run of 8 steps
+
+
+def test_a_length_that_the_run_has_passed_is_refused_before_anything_is_written(copied):
+    before = contents(copied)
+    with pytest.raises(ResumeRefused, match="has done 6 of 6 steps, and is now asked for 5"):
+        quietly(train, make_run_config(**{"train.steps": 5}), copied, extend=True)
+    assert contents(copied) == before
+
+
+def test_the_same_text_and_length_in_other_words_are_resumed_and_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    for i in range(12):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"text number {i} " * 200)
+    still = {"train.steps": 2, "model.layout": "F", "train.eval_every": 0, "data.eval_windows": 1}
+    quietly(train, make_run_config(**{**still, "data.source": "text:corpus"}), "run")
+    tokens = {"train.steps": 0, "train.tokens": 2 * 8 * 16, "data.source": f"text:{tmp_path / 'corpus'}"}
+    outcome, output = quietly(train, make_run_config(**{**still, **tokens}), "run")
+    assert outcome is Outcome.DONE
+    assert f"data.source: 'text:corpus' -> 'text:{tmp_path / 'corpus'}': the same text, corpus digest" in output
+    assert "train.tokens: 0 -> 256: the same 2 steps" in output
+    (tmp_path / "corpus" / "12.txt").write_text("more text")
+    with pytest.raises(ResumeRefused, match=r"\n  corpus digest: "):
+        quietly(train, make_run_config(**{**still, "data.source": "text:corpus"}), "run")
 
 
 def test_t12_numerics_end_the_run_and_leave_the_newest_good_checkpoint(tmp_path, monkeypatch, signal_at, capsys):
