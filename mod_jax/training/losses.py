@@ -2,7 +2,8 @@
 
 Everything is a sum over tokens first and is divided by a token count at the end, so that splitting a batch into
 micro-batches, or over devices, changes nothing. Vocabulary: B rows, T positions, D width, V vocabulary, L routed
-blocks; N chunks of a row of C positions each; G groups of rows, one per device along the batch.
+blocks; N chunks of a row of C positions each; G groups of rows, one per device along the batch; M tokens that a chunk
+has in each group.
 """
 
 import functools
@@ -85,6 +86,8 @@ def next_token_sums(z_loss: float, chunk: int, x_BTD, weight_DV, targets_BT, wei
 
     The logits of one chunk of positions exist at a time, and never for a backward pass: if a gradient is asked for, it
     is taken while the chunk's logits are there. Only the first output has one, for the features and for their weight.
+    Logits and their softmax are float32 whatever the dtype of the features. Their gradient is rounded to the features'
+    dtype before the two products of the backward pass, so that these are as fast as any other.
     """
     sums, _ = _over_chunks(False, z_loss, chunk, x_BTD, weight_DV, targets_BT, weights_BT)
     return sums
@@ -103,14 +106,16 @@ def _next_token_backward(z_loss: float, chunk: int, gradients, cotangents):
 next_token_sums.defvjp(_next_token_forward, _next_token_backward)
 
 
-def _chunk_sums(z_loss: float, x_GRCD, weight_GDV, targets_GRC, weights_GRC) -> tuple[jax.Array, jax.Array]:
-    """The two sums of `next_token_sums` over one chunk of positions, R rows of each of G groups."""
-    G, R, C, D = x_GRCD.shape
-    logits_GMV = jnp.matmul(x_GRCD.reshape(G, R * C, D), weight_GDV)
-    logits_GRCV = logits_GMV.reshape(G, R, C, -1).astype(jnp.float32)
-    nats_GRC, log_normaliser_GRC = token_cross_entropy(logits_GRCV, targets_GRC)
-    cross_entropy = jnp.sum(nats_GRC * weights_GRC)
-    return cross_entropy + z_loss * jnp.sum(jnp.square(log_normaliser_GRC) * weights_GRC), cross_entropy
+def _chunk_sums(z_loss: float, logits_GMV, targets_GM, weights_GM) -> tuple[jax.Array, jax.Array]:
+    """The two sums of `next_token_sums` over one chunk: M tokens of each of G groups."""
+    nats_GM, log_normaliser_GM = token_cross_entropy(logits_GMV, targets_GM)
+    cross_entropy = jnp.sum(nats_GM * weights_GM)
+    return cross_entropy + z_loss * jnp.sum(jnp.square(log_normaliser_GM) * weights_GM), cross_entropy
+
+
+def _product(equation: str, *factors: jax.Array) -> jax.Array:
+    """Einsum whose result is float32, of factors of any dtype."""
+    return jnp.einsum(equation, *factors, preferred_element_type=jnp.float32)
 
 
 def _over_chunks(with_gradients: bool, z_loss: float, chunk: int, x_BTD, weight_DV, targets_BT, weights_BT):
@@ -129,21 +134,24 @@ def _over_chunks(with_gradients: bool, z_loss: float, chunk: int, x_BTD, weight_
     weight_GDV = constrain(weight_GDV, ("batch", None, "vocab"))
 
     def step(carry, inputs):
-        x_GRCD, targets_GRC, weights_GRC = inputs
-        args = z_loss, x_GRCD, weight_GDV, targets_GRC, weights_GRC
+        x_GMD, targets_GM, weights_GM = (a.reshape(G, -1, *a.shape[3:]) for a in inputs)
+        args = z_loss, _product("GMD,GDV->GMV", x_GMD, weight_GDV), targets_GM, weights_GM
         if not with_gradients:
             return jax.tree.map(jnp.add, carry, _chunk_sums(*args)), None
-        sums, (d_x_GRCD, d_weight_GDV) = jax.value_and_grad(_chunk_sums, argnums=(1, 2), has_aux=True)(*args)
-        return jax.tree.map(jnp.add, carry, (sums, d_weight_GDV.astype(jnp.float32))), d_x_GRCD
+        sums, d_logits_GMV = jax.value_and_grad(_chunk_sums, argnums=1, has_aux=True)(*args)
+        d_logits_GMV = d_logits_GMV.astype(x_GMD.dtype)
+        d_weight_GDV = _product("GMD,GMV->GDV", x_GMD, d_logits_GMV)
+        d_x_GMD = _product("GMV,GDV->GMD", d_logits_GMV, weight_GDV).astype(x_GMD.dtype)
+        return jax.tree.map(jnp.add, carry, (sums, d_weight_GDV)), d_x_GMD
 
     carry = jnp.zeros(()), jnp.zeros(())
     if with_gradients:
         carry = carry, constrain(jnp.zeros(weight_GDV.shape, jnp.float32), ("batch", None, "vocab"))
-    carry, d_x_NGRCD = jax.lax.scan(step, carry, tuple(map(split, (x_BTD, targets_BT, weights_BT))))
+    carry, d_x_NGMD = jax.lax.scan(step, carry, tuple(map(split, (x_BTD, targets_BT, weights_BT))))
     if not with_gradients:
         return carry, None
     sums, d_weight_GDV = carry
-    d_x_BTD = jnp.moveaxis(d_x_NGRCD, 0, 2).reshape(B, N * C, D)[:, :T]
+    d_x_BTD = jnp.moveaxis(d_x_NGMD.reshape(N, G, B // G, C, D), 0, 2).reshape(B, N * C, D)[:, :T]
     return sums, (d_x_BTD, jnp.sum(d_weight_GDV, axis=0))
 
 

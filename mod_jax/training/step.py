@@ -118,7 +118,10 @@ def make_train_step(config: Config, model: Model, num_steps: int):
         rate = schedule(state.step)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
         cutoffs_L = _moving_average(
-            state.cutoffs_L, sums.cutoff_L / jnp.maximum(sums.rows, 1.0), state.step, config.routing.cutoff_decay
+            state.cutoffs_L,
+            sums.cutoff_L / jnp.maximum(sums.rows, 1.0),
+            _good_steps(state),
+            config.routing.cutoff_decay,
         )
 
         def keep(new, old):
@@ -162,10 +165,15 @@ def _step_sums(losses: LossSums, routing: RoutingRecord | None) -> StepSums:
     )
 
 
-def _moving_average(old: jax.Array, new: jax.Array, step: jax.Array, decay: float) -> jax.Array:
+def _good_steps(state: TrainState) -> jax.Array:
+    """Steps so far that changed something: Adam counts them, for a skipped step leaves its count as it was."""
+    return optax.tree.get(state.opt_state, "count")
+
+
+def _moving_average(old: jax.Array, new: jax.Array, num_seen: jax.Array, decay: float) -> jax.Array:
     """Exponential moving average that starts at the first value and forgets its first, untrained values sooner."""
-    step = step.astype(jnp.float32)
-    decay = jnp.minimum(decay, step / (step + 10.0))
+    num_seen = num_seen.astype(jnp.float32)
+    decay = jnp.minimum(decay, num_seen / (num_seen + 10.0))
     return decay * old + (1.0 - decay) * new
 
 

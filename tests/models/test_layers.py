@@ -139,6 +139,8 @@ def test_logits_are_float32_whatever_computes():
     assert x.dtype == jnp.bfloat16
     assert embedder.logits(x).dtype == jnp.float32
     assert embedder.table_VD[...].dtype == jnp.float32
+    embedder.unembed_DV[...] = jnp.zeros((4, 5)).at[:2, 0].set(jnp.array([256.0, 1.0]))
+    assert embedder.logits(jnp.ones((1, 1, 4), jnp.bfloat16))[0, 0, 0] == 257.0  # in bfloat16 it would be 256 or 258
 
 
 # MLP

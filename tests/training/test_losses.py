@@ -85,7 +85,7 @@ def test_chunks_give_the_loss_and_gradients_of_whole_logits(chunk, dtype):
     weights_BT = jax.random.bernoulli(keys[3], 0.7, (2, 13)).astype(jnp.float32)
 
     def whole(x_BTD, weight_DV):
-        logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, weight_DV.astype(dtype)).astype(jnp.float32)
+        logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, weight_DV.astype(dtype), preferred_element_type=jnp.float32)
         nats_BT, log_normaliser_BT = token_cross_entropy(logits_BTV, targets_BT)
         return jnp.sum((nats_BT + 0.1 * log_normaliser_BT**2) * weights_BT) / 7
 
@@ -98,6 +98,15 @@ def test_chunks_give_the_loss_and_gradients_of_whole_logits(chunk, dtype):
         assert a.dtype == e.dtype
         scale = np.abs(np.asarray(e, np.float32)).max()
         np.testing.assert_allclose(np.asarray(a, np.float32) / scale, np.asarray(e, np.float32) / scale, atol=tolerance)
+
+
+def test_bfloat16_features_give_float32_logits():
+    """Near 300, neighbours in bfloat16 are 2 apart: the logits 301 and 300 must cost ln(1 + 1/e), not ln 2."""
+    x_BTD = jnp.ones((1, 1, 2), jnp.bfloat16)
+    weight_DV = jnp.array([[300.0, 300.0], [1.0, 0.0]])
+    targets_BT, weights_BT = jnp.zeros((1, 1), int), jnp.ones((1, 1))
+    nats, _ = jax.jit(lambda *args: next_token_sums(0.0, 0, *args, targets_BT, weights_BT))(x_BTD, weight_DV)
+    assert float(nats) == pytest.approx(math.log1p(math.exp(-1)), rel=1e-5)
 
 
 def test_no_array_of_all_logits_is_left_in_a_chunked_program():

@@ -266,6 +266,14 @@ def test_cutoffs_are_a_moving_average_by_hand():
         np.testing.assert_allclose(state.cutoffs_L, expected_L, rtol=1e-5)
 
 
+def test_after_a_bad_first_step_the_cutoffs_still_start_at_their_first_value():
+    state = initial_state()
+    skipped, metrics = train_step(replace_param(state, "table_VD", lambda x: x.at[RARE].set(math.nan)))
+    assert metrics["train/finite"] == 0.0
+    first, _ = train_step(skipped._replace(params=state.params), make_batch(1))
+    assert_same_bits(first.cutoffs_L, train_step(state, make_batch(1))[0].cutoffs_L)
+
+
 def test_metrics_by_hand():
     full = make_batch(lengths=np.full(B, T))
     state = initial_state()
