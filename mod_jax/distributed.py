@@ -48,8 +48,14 @@ def check_same_program(seconds: float) -> None:
       RuntimeError: they differ, or one did not answer.
     """
     import jax
-    from jax._src.distributed import global_state as state  # nothing public reaches the others without their devices
 
+    state = _coordination()
+    if state is None:
+        print(
+            "WARNING: this version of JAX hides what is needed to compare the processes; each must run the same code",
+            file=sys.stderr,
+        )
+        return
     mine = f"{state.num_processes} processes, jax {jax.__version__}, code {code_digest()}"
     state.client.key_value_set(f"mod_jax/program/{state.process_id}", mine)
     for i in range(state.num_processes):
@@ -71,12 +77,9 @@ def explanation(error: Exception) -> str | None:
 
     On CPU a collective may notice before the coordination service does.
     """
-    import jax
-    from jax._src.distributed import global_state
-
-    text = " ".join(str(error).split())
-    if global_state.client is None or not isinstance(error, jax.errors.JaxRuntimeError):
+    if not _is_one_of_several() or not isinstance(error, sys.modules["jax"].errors.JaxRuntimeError):
         return None
+    text = " ".join(str(error).split())
     return f"another process failed, died or cannot be reached ({text}); {RESUME}" if LOST.search(text) else None
 
 
@@ -85,22 +88,41 @@ def leave(code: int) -> None:
 
     JAX's own shutdown would wait minutes for processes that wait for this one. If all fail alike, each gets to say so.
     """
-    from jax._src.distributed import global_state as state
-
-    if state.client is None:
+    if not _is_one_of_several():
         return
-    with contextlib.suppress(RuntimeError):  # the others are well, or gone
-        state.client.wait_at_barrier("mod_jax/failed", int(1000 * GOODBYE))
+    state = _coordination()
+    if state is not None:
+        with contextlib.suppress(RuntimeError):  # the others are well, or gone
+            state.client.wait_at_barrier("mod_jax/failed", int(1000 * GOODBYE))
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # it is where the process was started with it closed
             stream.flush()
-    time.sleep(1 if state.process_id == 0 else 0.2)  # for the reader; and the end of process 0 ends the others
+    time.sleep(
+        0.2 if state is not None and state.process_id else 1
+    )  # for the reader; and the end of process 0 ends the others
     os._exit(code)
+
+
+def _is_one_of_several() -> bool:
+    """Whether this process has joined others. Imports nothing: without JAX it has not."""
+    return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
+
+
+def _coordination():
+    """JAX's coordination client and what belongs to it; None where a version of JAX has it elsewhere.
+
+    It is private to JAX. Nothing public reaches the other processes without their devices.
+    """
+    try:
+        from jax._src.distributed import global_state
+    except ImportError:
+        return None
+    return global_state if getattr(global_state, "client", None) is not None else None
 
 
 def main() -> None:
     """The reader: copies stdin to stderr, but for the last words of the coordination client."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # host.STOP_SIGNALS
         signal.signal(number, signal.SIG_IGN)
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")  # what is no UTF-8 comes out as it went in
     held, ended, failed, deadline = "", False, False, None

@@ -1,10 +1,16 @@
-"""What a process that computes on the CPU sets before JAX touches a device: threads, and what malloc keeps."""
+"""What a process sets up in its operating system: threads and memory before JAX touches a CPU, signals, its parent."""
 
 import ctypes
 import importlib.util
+import multiprocessing
 import os
 import re
+import signal
 import sys
+import threading
+
+# What ends a run by way of a save. SLURM sends SIGUSR1 before the time limit; SIGHUP is a terminal that closes.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def prepare_cpu() -> None:
@@ -12,6 +18,21 @@ def prepare_cpu() -> None:
     spare_threads()
     if computes_on_cpu():
         keep_freed_memory()
+
+
+def follow_parent() -> None:
+    """In a worker process: ends when its parent does, even by SIGKILL, and leaves to it the signals that stop a run.
+
+    Such a signal often goes to all processes of a job; the parent still needs batches for the step in progress.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+    def wait_for_the_end() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(0)
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
 
 
 def computes_on_cpu() -> bool:

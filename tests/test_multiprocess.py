@@ -14,11 +14,13 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 from tiny import TINY
 
-from mod_jax import distributed
+from mod_jax import cli, distributed
 from mod_jax.config import make_config
+from mod_jax.errors import ConfigError
 from mod_jax.training import loop
 from mod_jax.training.loop import Outcome
 from mod_jax.training.rows import read_metrics
@@ -389,3 +391,26 @@ def test_the_reader_changes_no_byte():
     data = "é€𝄞".encode() * 30_000 + b"\n" + bytes(range(256)) * 400  # characters split between reads, and no UTF-8
     command = [sys.executable, "-I", distributed.__file__]
     assert subprocess.run(command, input=data, capture_output=True, timeout=60, check=True).stderr == data
+
+
+def test_an_error_of_a_single_process_needs_no_private_part_of_jax(monkeypatch, capsys):
+    def fail():
+        raise ConfigError("config.seed = -1: must be >= 0")
+
+    monkeypatch.setitem(sys.modules, "jax._src.distributed", None)  # as if a new version had it elsewhere
+    assert cli.exit_code(fail) == 2
+    assert capsys.readouterr().err == "error: config.seed = -1: must be >= 0\n"
+
+
+def test_several_processes_do_without_the_private_part_of_jax(monkeypatch, capsys):
+    ended = []
+    monkeypatch.setitem(sys.modules, "jax._src.distributed", None)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(distributed.time, "sleep", lambda seconds: None)
+    distributed.check_same_program(1)
+    assert "each must run the same code" in capsys.readouterr().err
+    distributed.leave(5)
+    assert ended == [5]
+    lost = jax.errors.JaxRuntimeError("UNAVAILABLE: Connection reset by peer")
+    assert distributed.explanation(lost).startswith("another process failed, died or cannot be reached")

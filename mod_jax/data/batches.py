@@ -19,6 +19,7 @@ import grain
 import numpy as np
 from absl import flags
 
+from mod_jax import host
 from mod_jax.data import tokenizers
 from mod_jax.data.corpus import Corpus
 from mod_jax.errors import DataError
@@ -61,7 +62,8 @@ def train_batches(
     if workers:
         if not flags.FLAGS.is_parsed():  # grain reads flags here, which outside absl.app.run nobody has parsed
             flags.FLAGS.mark_as_parsed()
-        dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=4))
+        options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=4)
+        dataset = dataset.mp_prefetch(options, worker_init_fn=lambda index, count: host.follow_parent())
     return iter(dataset)
 
 

@@ -4,6 +4,7 @@ Layout of a workdir: config.json, metrics.jsonl, checkpoints/<step>/, report/*.p
 profile/. Rerunning the same command resumes; a finished run is only reported again.
 """
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -31,6 +32,7 @@ from mod_jax.models import flops
 from mod_jax.models.model import Model, make_model
 from mod_jax.training import resume
 from mod_jax.training.checkpoint import Checkpointer
+from mod_jax.training.interval import Interval
 from mod_jax.training.optimizer import make_optimizer
 from mod_jax.training.preemption import PreemptionGuard
 from mod_jax.training.profile import Profiler
@@ -77,12 +79,13 @@ def train(config: Config, workdir: str | os.PathLike, *, extend: bool = False, p
             jax.set_mesh(run.mesh),
             Checkpointer(run.workdir / "checkpoints", keep=config.train.keep) as checkpointer,
             Profiler(run.workdir / "profile", enabled=profile) as profiler,
+            contextlib.ExitStack() as closing,
         ):
             checkpointer.check_space(run.abstract_state)
-            state = restore_or_init(run, checkpointer, extend)
+            state, interval = restore_or_init(run, checkpointer, extend)
             write_config(run)
             step = int(state.step)
-            watch = open_watch(run, step)
+            watch = closing.enter_context(open_watch(run, step, interval))
             evaluator = Evaluator(config, run.model, run.mesh, run.corpus)
             if step and eval_is_due(run, step) and not has_eval(run, step):  # preempted between step and evaluation
                 watch.evaluate(step, evaluator, state)
@@ -98,18 +101,17 @@ def train(config: Config, workdir: str | os.PathLike, *, extend: bool = False, p
                 stop = guard.requested(step)
                 evals = watch.evaluate(step, evaluator, state) if eval_is_due(run, step) and not stop else None
                 if save_is_due(run, step) or stop:
-                    watch.flush()  # raises after too many bad steps: then nothing is saved
+                    unfinished = watch.unfinished()  # raises after too many bad steps: then nothing is saved
                     if stop or step == run.num_steps or not watch.bad_steps:  # else older, good steps would be lost
                         with watch.pause():
-                            checkpointer.save(step, state, metadata(run), evals)
+                            checkpointer.save(step, state, metadata(run) | {"interval": unfinished}, evals)
                 if stop:
                     checkpointer.wait()
-                    watch.close()
+                    closing.close()
                     watch.say(f"PREEMPTED at step {step} of {run.num_steps}: saved; the same command resumes")
                     return Outcome.PREEMPTED
             checkpointer.wait()
             watch.finish(evaluator, state, run.workdir)
-            watch.close()
             return Outcome.DONE
 
 
@@ -185,20 +187,20 @@ def abstract_state(config: Config, model: Model, mesh: jax.sharding.Mesh) -> Tra
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def restore_or_init(run: Run, checkpointer: Checkpointer, extend: bool) -> TrainState:
-    """The newest good checkpoint of this very run, or a fresh state; says loudly which."""
+def restore_or_init(run: Run, checkpointer: Checkpointer, extend: bool) -> tuple[TrainState, Interval]:
+    """The newest good checkpoint of this very run, or a fresh state, and its unfinished interval; says loudly which."""
     saved = checkpointer.read_metadata()
     if saved is None:
         say(f"FRESH RUN: no checkpoint in {run.workdir / 'checkpoints'}")
         shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state)
-        return jax.jit(lambda: init_state(run.config, run.model), out_shardings=shardings)()
+        return jax.jit(lambda: init_state(run.config, run.model), out_shardings=shardings)(), Interval()
     notes = resume.check_same_run(saved, run.config, run.corpus.digest, run.num_steps, extend)
     restored = checkpointer.restore(run.abstract_state)
     resume.check_length(restored.metadata, restored.step, run.num_steps)
     if extension := resume.describe_extension(restored.metadata, run.config, restored.step, run.num_steps):
         notes.append(extension)
     say("\n".join([f"RESUMED step {restored.step} of {run.num_steps} from {run.workdir / 'checkpoints'}", *notes]))
-    return restored.state
+    return restored.state, Interval(restored.metadata.get("interval"))  # which older checkpoints do not have
 
 
 def compile_step(run: Run) -> jax.stages.Compiled:
@@ -246,9 +248,9 @@ def put_batch(run: Run, batch: Batch) -> dict[str, jax.Array]:
     return sharding.put_batch(run.mesh, model_inputs, run.config.train.batch_size)
 
 
-def open_watch(run: Run, step: int) -> Watch:
-    writer = MetricWriter(run.workdir, run.config.train.tracker, config_lib.to_flat_dict(run.config))
-    writer.truncate_after(step)
+def open_watch(run: Run, step: int, interval: Interval) -> Watch:
+    flat = config_lib.to_flat_dict(run.config)
+    writer = MetricWriter(run.workdir, run.config.train.tracker, flat, resumed_at=step)
     return Watch(
         run.config,
         writer,
@@ -258,6 +260,7 @@ def open_watch(run: Run, step: int) -> Watch:
         flops_per_step=run.flops_per_step,
         devices=list(run.mesh.devices.flat),
         digest=run.corpus.digest[:12],
+        interval=interval,
     )
 
 

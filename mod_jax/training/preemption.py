@@ -8,9 +8,11 @@ import threading
 import jax
 from orbax.checkpoint import multihost
 
+from mod_jax.host import STOP_SIGNALS
+
 
 class PreemptionGuard:
-    """Turns SIGTERM, and the first Ctrl-C, into a question that the loop asks after each step.
+    """Turns the signals that stop a run, and the first Ctrl-C, into a question that the loop asks after each step.
 
         with PreemptionGuard() as guard:
             for step in ...:
@@ -19,8 +21,10 @@ class PreemptionGuard:
                     save and leave
 
     One process: signal handlers set a flag and say so; a second Ctrl-C ends the process at once. Under
-    `jax.distributed`, JAX already listens for SIGTERM and makes all processes agree on one step, so the first Ctrl-C,
-    in any of them, becomes a SIGTERM. Python allows handlers in the main thread only; elsewhere nothing stops it.
+    `jax.distributed`, JAX already listens for SIGTERM and makes all processes agree on one step, so the other signals,
+    in any of them, become a SIGTERM. Python allows handlers in the main thread only; elsewhere nothing stops it.
+
+    A process that was started to ignore SIGHUP or SIGINT (`nohup`, `&` in a script) goes on ignoring it.
     """
 
     def __init__(self):
@@ -31,7 +35,10 @@ class PreemptionGuard:
     def __enter__(self):
         self._distributed = jax.distributed.is_initialized()
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT,) if self._distributed else (signal.SIGINT, signal.SIGTERM):
+            handled = [number for number in STOP_SIGNALS if not _is_ignored(number)]
+            if self._distributed:
+                handled.remove(signal.SIGTERM)
+            for number in handled:
                 self._previous[number] = signal.signal(number, self._receive)
         return self
 
@@ -53,6 +60,10 @@ class PreemptionGuard:
             # The default action, not Python's: a KeyboardInterrupt inside a compilation ends in a crash.
             signal.signal(number, signal.SIG_DFL)
             message += "; Ctrl-C again quits at once, without saving"
-            if self._distributed:
-                os.kill(os.getpid(), signal.SIGTERM)
+        if self._distributed:
+            os.kill(os.getpid(), signal.SIGTERM)
         print(message, file=sys.stderr, flush=True)
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return number in (signal.SIGHUP, signal.SIGINT) and signal.getsignal(number) is signal.SIG_IGN

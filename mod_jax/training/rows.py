@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON object a line, `{"step": 20, "train/loss": 2.4, ...}`, called a *row*.
 
-Training and evaluation may each write one for the same step. Rows survive kills, and a resumed run repeats none.
+Training and evaluation may each write one for the same step. Which steps have one: see `mod_jax.training.interval`.
+Rows survive kills, and a resumed run repeats none.
 """
 
 import contextlib
@@ -22,8 +23,21 @@ from mod_jax.training.trackers import TRACKERS
 class MetricWriter:
     """Appends rows to `workdir/metrics.jsonl` and, if asked, to one tracker. Does nothing outside process 0."""
 
-    def __init__(self, workdir: str | os.PathLike, tracker="none", config: dict[str, Any] | None = None, run_name=""):
-        """`tracker`: as in train.tracker. `config`: the flat config, for the tracker. `run_name`: '' for the workdir's.
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        tracker: str = "none",
+        config: dict[str, Any] | None = None,
+        run_name: str = "",
+        resumed_at: int | None = None,
+    ):
+        """Opens the file, without a half-written last line.
+
+        Args:
+          tracker: as in train.tracker.
+          config: the flat config, for the tracker.
+          run_name: for the tracker; '' takes the workdir's.
+          resumed_at: the step restored; rows after it, which the run is about to repeat, are dropped. None keeps all.
 
         Raises:
           ConfigError: the tracker's package is not installed.
@@ -35,10 +49,10 @@ class MetricWriter:
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / "metrics.jsonl"
         resumed = self._path.exists()
-        self._open_after(math.inf)
+        self._open_after(math.inf if resumed_at is None else resumed_at)
         if tracker != "none":
             with self._tracking():
-                self._tracker = TRACKERS[tracker](workdir, config or {}, run_name or workdir.name, resumed)
+                self._tracker = TRACKERS[tracker](workdir, config or {}, run_name or workdir.name, resumed, resumed_at)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Adds a row. Values are scalars (Python, NumPy or JAX) or strings; a tracker gets the finite numbers."""
@@ -50,12 +64,6 @@ class MetricWriter:
         with self._tracking():
             if self._tracker is not None:
                 self._tracker.log({k: v for k, v in row.items() if not isinstance(v, str)}, step=int(step))
-
-    def truncate_after(self, step: int) -> None:
-        """Drops rows of steps that the run is about to repeat. `step`: the step restored; -1 drops every row."""
-        if self._file is not None:
-            self._file.close()
-            self._open_after(step)
 
     def flush(self) -> None:
         """Makes every row written so far survive a power cut."""

@@ -11,9 +11,14 @@ from mod_jax.errors import ConfigError
 class _TensorBoard:
     """tensorboardX behind the two methods that the runs of wandb and trackio have."""
 
-    def __init__(self, workdir: pathlib.Path, config: dict[str, Any], run_name: str, resumed: bool):
+    def __init__(
+        self, workdir: pathlib.Path, config: dict[str, Any], run_name: str, resumed: bool, resumed_at: int | None
+    ):
         del run_name, resumed
-        self._writer = _import("tensorboardX", "tensorboard").SummaryWriter(str(workdir / "tensorboard"))
+        # TensorBoard then forgets the steps after `resumed_at` that a killed process had written.
+        purge_step = None if resumed_at is None else resumed_at + 1
+        writer = _import("tensorboardX", "tensorboard").SummaryWriter
+        self._writer = writer(str(workdir / "tensorboard"), purge_step=purge_step, flush_secs=1)
         self._writer.add_text("config", "\n".join(f"    {name} = {value!r}" for name, value in config.items()))
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -24,7 +29,10 @@ class _TensorBoard:
         self._writer.close()
 
 
-def _start_wandb(workdir: pathlib.Path, config: dict[str, Any], run_name: str, resumed: bool) -> Any:
+def _start_wandb(
+    workdir: pathlib.Path, config: dict[str, Any], run_name: str, resumed: bool, resumed_at: int | None
+) -> Any:
+    del resumed_at  # it takes no step twice
     wandb = _import("wandb", "wandb")
     id_file = workdir / "wandb" / "run_id"  # wandb continues a run by its id only
     if not (resumed and id_file.exists()):
@@ -35,8 +43,10 @@ def _start_wandb(workdir: pathlib.Path, config: dict[str, Any], run_name: str, r
     )
 
 
-def _start_trackio(workdir: pathlib.Path, config: dict[str, Any], run_name: str, resumed: bool) -> Any:
-    del workdir
+def _start_trackio(
+    workdir: pathlib.Path, config: dict[str, Any], run_name: str, resumed: bool, resumed_at: int | None
+) -> Any:
+    del workdir, resumed_at
     trackio = _import("trackio", "trackio")
     return trackio.init(project="mod_jax", name=run_name, config=config, resume="allow" if resumed else "never")
 

@@ -4,7 +4,6 @@ import pathlib
 from typing import Any
 
 import jax
-import numpy as np
 
 from mod_jax.analysis.report import write_report
 from mod_jax.analysis.routing_stats import HEALTHY_UPDATE_RATIO, block_name
@@ -12,13 +11,17 @@ from mod_jax.config import Config
 from mod_jax.errors import NumericsError
 from mod_jax.evaluation.evaluator import Evaluator
 from mod_jax.training.console import Console
+from mod_jax.training.interval import Interval
 from mod_jax.training.rates import Throughput, peak_of_devices
 from mod_jax.training.rows import MetricWriter, read_metrics
 from mod_jax.training.step import TrainState
 
 
 class Watch:
-    """Collects step metrics on the device and reads them one step late, so that logging never stalls the device."""
+    """Collects step metrics on the device and reads them one step late, so that logging never stalls the device.
+
+    As a context manager it closes itself, also after an error: trackers then get what they have not sent yet.
+    """
 
     def __init__(
         self,
@@ -31,51 +34,70 @@ class Watch:
         flops_per_step: float,
         devices: list[jax.Device],
         digest: str,
+        interval: Interval,
     ):
+        """`first_step`: the step restored, 0 in a fresh run. `interval`: the unfinished one, restored with it."""
         peak = peak_of_devices(devices)
         self._config, self._writer, self._num_steps = config, writer, num_steps
         self._tokens_per_step, self._flops_per_step, self._digest = tokens_per_step, flops_per_step, digest
         self._console = Console(num_steps, first_step, peak)
         self._throughput = Throughput(num_steps, tokens_per_step, flops_per_step, peak)
         self._first_step = first_step
-        self._window: list[dict[str, Any]] = []
+        self._on_device: list[dict[str, Any]] = []  # metrics of steps that were not read yet
+        self._interval = interval
         self._step = first_step
         self._warned: set[str] = set()
-        self.bad_steps = 0  # consecutive non-finite steps up to the last flush
+        self._longest_streak = 0
+        self.bad_steps = 0  # consecutive non-finite steps up to the last that was read
         self.say = self._console.say
         self.pause = self._throughput.pause
 
     def after_step(self, step: int, metrics: dict[str, Any]) -> None:
         """Takes the metrics of a step that was just dispatched; logs the interval that ended with the step before."""
-        if self._step == self._first_step + 1 or self._step % self._config.train.log_every == 0:
+        if self._row_is_due():
             self.flush()
-        self._window.append(metrics)
+        elif self._step == self._first_step + 1:  # the clock starts when the first step of this process has finished
+            self._read()
+            self._throughput.measure(self._step)
+        self._on_device.append(metrics)
         self._step = step
 
     def flush(self) -> None:
-        """Writes the row and the line of the steps since the last one.
+        """Ends the interval: writes its row and its line.
 
         Raises:
           NumericsError: if too many consecutive steps were bad.
         """
-        if not self._window:
+        self._read()
+        if not self._interval.steps:
             return
-        window = jax.device_get(self._window)
-        self._window = []
-        metrics = _interval_metrics(window, self._config.routed_depths)
-        metrics |= self._throughput.measure(self._step)
+        metrics = self._interval.means(self._config.routed_depths)
+        self._interval = Interval()
+        if self._step > self._first_step:
+            metrics |= self._throughput.measure(self._step)
         metrics["train/tokens"] = self._step * self._tokens_per_step
         metrics["train/flops"] = self._step * self._flops_per_step
         self._write(metrics)
         self._console.log(self._step, metrics)
         self._warn(metrics)
-        self.bad_steps = int(window[-1]["train/bad_steps"])
-        bad_steps = max(int(m["train/bad_steps"]) for m in window)
-        if bad_steps >= self._config.train.max_bad_steps:
+        if self._longest_streak >= self._config.train.max_bad_steps:
             raise NumericsError(
-                f"{bad_steps} consecutive steps up to step {self._step} had a loss, gradient or router score that "
-                "is not finite; the newest checkpoint is from before them. Lower optimizer.learning_rate or clip_norm"
+                f"{self._longest_streak} consecutive steps up to step {self._step} had a loss, gradient or router "
+                "score that is not finite; the newest checkpoint is from before them. Lower optimizer.learning_rate "
+                "or clip_norm"
             )
+
+    def unfinished(self) -> dict[str, Any]:
+        """What the interval has added up so far, for a checkpoint. Rows of earlier steps are on disk afterwards.
+
+        Raises:
+          NumericsError: if too many consecutive steps were bad.
+        """
+        self._read()
+        if self._row_is_due() or self._longest_streak >= self._config.train.max_bad_steps:
+            self.flush()
+        self._writer.flush()
+        return self._interval.to_json()
 
     def evaluate(self, step: int, evaluator: Evaluator, state: TrainState) -> dict[str, float]:
         """Evaluates, writes the row and says the result."""
@@ -102,9 +124,23 @@ class Watch:
             self.say("\n".join(summary_table(row)))
         self.say(f"DONE at step {self._step}")
 
-    def close(self) -> None:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
         self._console.close()
         self._writer.close()
+
+    def _row_is_due(self) -> bool:
+        return self._step in (1, self._num_steps) or self._step % self._config.train.log_every == 0
+
+    def _read(self) -> None:
+        """Moves metrics from the device into the interval; waits for the last step."""
+        steps, self._on_device = jax.device_get(self._on_device), []
+        for metrics in steps:
+            self._interval.add(metrics)
+            self.bad_steps = int(metrics["train/bad_steps"])
+            self._longest_streak = max(self._longest_streak, self.bad_steps)
 
     def _write(self, metrics: dict[str, Any]) -> None:
         self._writer.write(self._step, {**metrics, "data/digest": self._digest})
@@ -119,21 +155,6 @@ class Watch:
                 self._warned.add(name)
                 meaning = "it has died" if ratio < low else "it drowns the other blocks"
                 self.say(f"WARNING {block_name(depth)}: update/residual norm {ratio:.3g} ({meaning}); said once")
-
-
-def _interval_metrics(window: list[dict[str, Any]], depths: tuple[int, ...]) -> dict[str, Any]:
-    """Means over the steps of an interval, of the finite ones where there are any; per-block arrays by block name."""
-    finite = [m for m in window if m["train/finite"]] or window
-    means = {name: np.mean([m[name] for m in finite], axis=0) for name in window[0]}
-    metrics = {"train/skipped_steps": sum(not m["train/finite"] for m in window)}
-    metrics["train/learning_rate"] = window[-1]["train/learning_rate"]
-    for name, value in means.items():
-        if np.ndim(value):
-            group, leaf = name.split("/")
-            metrics |= {f"{group}/{block_name(d)}/{leaf}": float(v) for d, v in zip(depths, value, strict=True)}
-        elif name not in ("train/finite", "train/bad_steps", "train/learning_rate"):
-            metrics[name] = float(value)
-    return metrics
 
 
 def describe_eval(metrics: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from mod_jax.errors import NumericsError, ResumeRefused
 from mod_jax.training import loop
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.loop import Outcome, train
-from mod_jax.training.rows import read_metrics
+from mod_jax.training.rows import MetricWriter, read_metrics
 from mod_jax.training.watch import Watch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -170,6 +170,38 @@ def test_t9_t13_a_preempted_run_equals_an_uninterrupted_one(finished, tmp_path, 
     assert learned(tmp_path / "run") == learned(finished[0])
 
 
+def test_rows_do_not_tell_where_a_run_was_stopped(tmp_path, signal_at):
+    """Intervals of four steps end at 1, 4, 8, 12 and at the evaluation of step 10; stopped at 3, 7, 10 and 11."""
+    changes = {"train.steps": 12, "train.log_every": 4, "train.save_every": 6, "train.eval_every": 10}
+    config = make_run_config(**changes)
+    assert quietly(train, config, tmp_path / "whole")[0] is Outcome.DONE
+    for count in (3, 4, 3, 1):
+        signal_at(count)
+        assert quietly(train, config, tmp_path / "run")[0] is Outcome.PREEMPTED
+    signal_at(99)
+    assert quietly(train, config, tmp_path / "run")[0] is Outcome.DONE
+    rows = learned(tmp_path / "run")
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 4, 8, 10, 12]
+    assert rows == learned(tmp_path / "whole")
+    assert_same_bits(restored(tmp_path / "run", config), restored(tmp_path / "whole", config))
+
+
+def test_an_error_closes_the_tracker_and_the_rows(tmp_path, monkeypatch):
+    closed, put_batch, calls = [], loop.put_batch, []
+    monkeypatch.setattr(MetricWriter, "close", lambda writer: closed.append(writer))
+
+    def crash(*args):
+        calls.append(None)
+        if len(calls) == 3:
+            raise RuntimeError("power cut")
+        return put_batch(*args)
+
+    monkeypatch.setattr(loop, "put_batch", crash)
+    with pytest.raises(RuntimeError, match="power cut"):
+        quietly(train, make_run_config(), tmp_path / "run")
+    assert len(closed) == 1
+
+
 def test_a_crash_between_saves_repeats_the_lost_steps(finished, tmp_path, monkeypatch):
     put_batch, calls = loop.put_batch, []
 
@@ -267,9 +299,9 @@ def test_t12_numerics_end_the_run_and_leave_the_newest_good_checkpoint(tmp_path,
     restore_or_init = loop.restore_or_init
 
     def poisoned(*args):
-        state = restore_or_init(*args)
+        state, interval = restore_or_init(*args)
         spoiled = dict(state.params, final_norm=jax.tree.map(lambda x: x * math.nan, state.params["final_norm"]))
-        return state._replace(params=spoiled)
+        return state._replace(params=spoiled), interval
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "restore_or_init", poisoned)

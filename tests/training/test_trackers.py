@@ -1,7 +1,9 @@
 """Trackers get the finite numbers, and one that fails does not cost the run."""
 
 import math
+import struct
 import sys
+import time
 import types
 
 import jax.numpy as jnp
@@ -77,10 +79,36 @@ def test_tracker_that_fails_is_switched_off_with_one_warning(tmp_path, monkeypat
     assert caplog.text.count("tracker switched off") == 1
 
 
-def test_tensorboard_files_appear(tmp_path):
+def _events(workdir):
+    """Of all files that a run left for TensorBoard, in the order in which it reads them."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    for path in sorted((workdir / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            yield Event.FromString(data[12 : 12 + length])
+            data = data[12 + length + 4 :]
+
+
+def _shown_steps(workdir):
+    """Steps of train/loss that TensorBoard shows: the start of a session hides earlier events from its step on."""
+    steps = []
+    for event in _events(workdir):
+        if event.HasField("session_log"):
+            steps = [step for step in steps if step < event.step]
+        steps += [event.step for value in event.summary.value if value.tag == "train/loss"]
+    return steps
+
+
+def test_tensorboard_shows_no_step_twice_and_loses_none_when_a_run_was_killed(tmp_path):
     pytest.importorskip("tensorboardX")
-    writer = MetricWriter(tmp_path, tracker="tensorboard", config={"seed": 0})
-    writer.write(1, {"train/loss": 1.0})
-    writer.close()
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    assert b"train/loss" in events.read_bytes()
+    killed = MetricWriter(tmp_path, tracker="tensorboard", config={"seed": 0}, resumed_at=0)
+    for step in (1, 2, 3):
+        killed.write(step, {"train/loss": 1.0})
+    while _shown_steps(tmp_path) != [1, 2, 3]:  # soon on disk, though nobody closes it
+        time.sleep(0.1)
+    resumed = MetricWriter(tmp_path, tracker="tensorboard", config={"seed": 0}, resumed_at=1)
+    resumed.write(2, {"train/loss": 1.0})
+    resumed.close()
+    assert _shown_steps(tmp_path) == [1, 2]

@@ -1,13 +1,16 @@
 """What a person sees of a run: rows, lines, warnings, and the end of a run whose numbers went bad."""
 
+import json
 import math
 
 import jax
 import numpy as np
 import pytest
 
+from mod_jax import outputs
 from mod_jax.errors import NumericsError
 from mod_jax.training import watch as watch_lib
+from mod_jax.training.interval import Interval
 from mod_jax.training.rows import MetricWriter, read_metrics
 from mod_jax.training.watch import Watch, describe_eval, summary_table
 from mod_jax.tuning import Peak
@@ -29,11 +32,19 @@ def step_metrics(loss=2.0, *, bad_steps=0, ratios=(0.5, 0.5), rate=0.1):
 def make_watch(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setattr(watch_lib, "peak_of_devices", lambda devices: Peak(1e12, "test"))
 
-    def make(first_step=0, **changes):
+    def make(first_step=0, interval=None, **changes):
         config = tiny_config(**{"train.log_every": 2, **changes})
         sizes = dict(num_steps=10, tokens_per_step=128, flops_per_step=1e6)
         writer = MetricWriter(tmp_path)
-        return Watch(config, writer, first_step=first_step, **sizes, devices=jax.devices(), digest="ab12")
+        return Watch(
+            config,
+            writer,
+            first_step=first_step,
+            **sizes,
+            devices=jax.devices(),
+            digest="ab12",
+            interval=Interval(interval),
+        )
 
     return make
 
@@ -57,17 +68,45 @@ def test_rows_are_means_over_the_interval_and_carry_the_digest(make_watch, tmp_p
 
 
 def test_t14_steps_and_tokens_count_from_the_run_s_start_and_rates_from_the_process_s(make_watch, tmp_path):
-    watch = make_watch(first_step=5)
-    for step in (6, 7, 8):
+    watch = make_watch(first_step=4)
+    for step in (5, 6, 7, 8):
         watch.after_step(step, step_metrics())
     watch.flush()
     assert [row["step"] for row in rows(tmp_path)] == [6, 8]
     last = rows(tmp_path)[-1]
     assert last["train/tokens"] == 8 * 128
     assert last["train/flops"] == 8e6
-    # Two steps are left, each as long as those since step 6: no time of an earlier process is in it.
-    assert last["perf/eta_seconds"] == pytest.approx(2 * last["perf/step_seconds"], rel=1e-3)
-    assert last["perf/tokens_per_second"] == pytest.approx(128 / last["perf/step_seconds"], rel=1e-3)
+    # Two steps are left; the rates count from step 5, the first of this process.
+    seconds = [row["perf/step_seconds"] for row in rows(tmp_path)]
+    assert last["perf/eta_seconds"] == pytest.approx(2 * (seconds[0] + 2 * seconds[1]) / 3, rel=1e-3)
+    assert last["perf/tokens_per_second"] == pytest.approx(128 * 3 / (seconds[0] + 2 * seconds[1]), rel=1e-3)
+
+
+def test_an_unfinished_interval_goes_on_after_a_resume(make_watch, tmp_path):
+    watch = make_watch(**{"train.log_every": 4})
+    for step, loss in enumerate((9.0, 1.0, 2.0), start=1):
+        watch.after_step(step, step_metrics(loss))
+    saved = json.loads(outputs.to_json(watch.unfinished()))
+    assert [row["step"] for row in rows(tmp_path)] == [1]  # the save ended no interval
+    resumed = make_watch(first_step=3, interval=saved, **{"train.log_every": 4})
+    resumed.after_step(4, step_metrics(3.0))
+    assert resumed.unfinished()["steps"] == 0  # the row of step 4 was due, and is on disk before a save
+    first, second = rows(tmp_path)
+    assert (first["step"], first["train/loss"]) == (1, 9.0)
+    assert (second["step"], second["train/loss"]) == (4, 2.0)  # (1 + 2 + 3) / 3
+
+
+def test_bad_steps_alone_are_kept_as_they_are_and_give_way_to_a_good_one(make_watch, tmp_path):
+    watch = make_watch(**{"train.log_every": 4})
+    watch.after_step(1, step_metrics())
+    watch.after_step(2, step_metrics(bad_steps=1))
+    saved = json.loads(outputs.to_json(watch.unfinished()))
+    assert math.isnan(float(saved["sums"]["train/loss"]))
+    resumed = make_watch(first_step=2, interval=saved, **{"train.log_every": 4})
+    resumed.after_step(3, step_metrics(5.0))
+    resumed.flush()
+    row = rows(tmp_path)[-1]
+    assert (row["train/loss"], row["train/skipped_steps"]) == (5.0, 1)
 
 
 def test_bad_steps_are_counted_and_left_out_of_means(make_watch, tmp_path):
