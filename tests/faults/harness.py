@@ -16,7 +16,6 @@ import json
 import os
 import pathlib
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -46,15 +45,15 @@ SMALL = {
     "train.keep": 2,
 }
 
-# Moments of a run: a text of its output, or a path in its workdir that appears.
-PREPARING = "devices  "
+# Moments of a life: a text of its output, or a path in its workdir that appears.
+PREPARED = "^devices  "
 RESTORED = "FRESH RUN|RESUMED step"
 COMPILED = "compiled the train step"
-STEPPING = r"^step +\d+/"
+STEPPING = r"^step +\d+/\d+  loss"
 EVALUATED = "held out: "
 SAVING = pathlib.Path("checkpoints/*.orbax-checkpoint-tmp*")
 SAVED = pathlib.Path("checkpoints/[0-9]*[0-9]")
-REPORTING = pathlib.Path("report")
+REPORTING = pathlib.Path("report/*")
 DONE = "^DONE at step"
 
 _LIVES = itertools.count()
@@ -74,6 +73,7 @@ class Run:
     ):
         """Starts it. `changes`: to SMALL. The output of each process is kept beside `workdir`."""
         self.workdir = pathlib.Path(workdir)
+        self._started = time.time() - 0.1  # by the clock of a file system, which is coarse
         self._logs, self.processes = [], []
         settings = {**SMALL, **(changes or {})}
         command = [sys.executable, "-m", "mod_jax.train", "--config=configs/smoke.py", f"--workdir={workdir}", *flags]
@@ -113,13 +113,13 @@ class Run:
         return self._logs[i].read_text(errors="replace")
 
     def reached(self, moment: str | pathlib.Path) -> bool:
-        """Whether process 0 has written a text, a regular expression, or a path has appeared in the workdir, a glob."""
+        """Whether process 0 has written a text (a regular expression) or a path in the workdir (a glob) is new."""
         if isinstance(moment, pathlib.Path):
-            return any(self.workdir.glob(str(moment)))
+            return any(self._is_new(path) for path in self.workdir.glob(str(moment)))
         return re.search(moment, self.output(), re.MULTILINE) is not None
 
-    def wait_for(self, moment: str | pathlib.Path | Callable[[], bool]) -> None:
-        """Returns at this moment of the run; raises AssertionError if a process ends before."""
+    def wait_for(self, moment: str | pathlib.Path | Callable[[], bool], *, or_end: bool = False) -> bool:
+        """Returns True at this moment of the run. If a process ends before, raises AssertionError, or returns False."""
         reached = moment if callable(moment) else lambda: self.reached(moment)
 
         def reached_or_over() -> bool:
@@ -127,7 +127,9 @@ class Run:
             return reached() or over  # in this order: it may end right after
 
         self._wait_until(reached_or_over, moment)
-        assert reached(), f"ended before {moment}\n{self._outputs()}"
+        alive = all(process.poll() is None for process in self.processes)
+        assert alive or or_end or reached(), f"ended before {moment}\n{self.outputs()}"
+        return alive or (reached() and not or_end)
 
     def send(self, number: int, i: int | None = None) -> None:
         """Sends a signal to process i, or to all."""
@@ -148,9 +150,14 @@ class Run:
             alive = [process.pid for process in self.processes if process.poll() is None]
             return sum(map(cpu_seconds, alive)) + sum(log.stat().st_size for log in self._logs)
 
-        wait_until(condition, busy, what, self._outputs)
+        wait_until(condition, busy, what, self.outputs)
 
-    def _outputs(self) -> str:
+    def _is_new(self, path: pathlib.Path) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return path.stat().st_mtime >= self._started
+        return False
+
+    def outputs(self) -> str:
         return "\n".join(f"process {i}: {self.output(i)}" for i in range(len(self.processes)))
 
 
@@ -186,7 +193,7 @@ def train(workdir: pathlib.Path, changes: dict | None = None, **options) -> Run:
     """A run that nothing disturbs, after its end."""
     with Run(workdir, changes, **options) as run:
         codes = run.end()
-        assert not any(codes), (codes, run._outputs())
+        assert not any(codes), (codes, run.outputs())
     return run
 
 
@@ -231,13 +238,3 @@ def assert_same_run(actual: pathlib.Path, expected: pathlib.Path) -> None:
     assert not differing, differing
     assert learned_rows(actual) == learned_rows(expected)
     assert files_beside_checkpoints(actual) == files_beside_checkpoints(expected)
-
-
-@contextlib.contextmanager
-def ignoring(number: signal.Signals):
-    """While in the block, processes that are started ignore a signal, as `nohup` makes them ignore SIGHUP."""
-    previous = signal.signal(number, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(number, previous)

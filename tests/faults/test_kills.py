@@ -1,32 +1,31 @@
 """A run that is killed, wherever it stands, and started again ends like one that was never disturbed."""
 
+import functools
 import os
 import pathlib
 import signal
 import sys
 
+import kills
 import pytest
-from harness import EVALUATED, SAVING, STEPPING, Run, assert_same_run, cpu_seconds, newest_step, train, wait_until
+from harness import STEPPING, Run, assert_same_run, cpu_seconds, wait_until
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
-    train(workdir)
-    return workdir
+def undisturbed(tmp_path_factory):
+    """By number of processes, (workdir, CPU seconds) of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return functools.cache(lambda processes: kills.undisturbed(folder, processes))
 
 
 @pytest.mark.slow
-def test_killed_while_saving(uninterrupted, tmp_path):
-    workdir = tmp_path / "run"
-    for moment in (SAVING, EVALUATED):
-        with Run(workdir) as run:
-            run.wait_for(moment)
-            run.send(signal.SIGKILL)
-            assert run.end() == [-signal.SIGKILL]
-    train(workdir)
-    assert newest_step(workdir) == 14
-    assert_same_run(workdir, uninterrupted)
+@pytest.mark.parametrize(("processes", "seed"), [(1, 1), (1, 2), (1, 3), (2, 4)])
+def test_a_run_killed_at_any_moment_ends_like_one_that_was_not(undisturbed, tmp_path, processes, seed):
+    """A sample; `kills.py` has the long form, and `kills.txt` what it last printed."""
+    whole, life = undisturbed(processes)
+    ends = kills.kill_until_done(tmp_path / "run", seed, life, processes=processes, kills=2)
+    assert_same_run(tmp_path / "run", whole)
+    print(ends)
 
 
 def children(pid):
