@@ -14,7 +14,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
         "ruff>=0.6",
-        "sentencepiece>=0.2",
+        "sentencepiece>=0.2.3",
         "tensorboardX>=2.6",
         "tokenizers>=0.20",
         *DOCS,
@@ -28,7 +28,7 @@ EXTRAS = {
     "wandb": ["wandb"],
     "trackio": ["trackio"],
     "bpe": ["tokenizers>=0.20"],
-    "sentencepiece": ["sentencepiece>=0.2"],
+    "sentencepiece": ["sentencepiece>=0.2.3"],
     "bench": ["torch"],
 }
 

@@ -33,7 +33,7 @@ def main(_) -> None:
     logging.set_verbosity(logging.ERROR)
     out = outputs.check_folder("out", OUT.value or f"{WORKDIR.value}/budget_curve")
     model = sampling.restore(WORKDIR.value)
-    corpus = prepare_corpus(model.config.data)
+    corpus = prepare_corpus(model.config.data, model.tokenizer)
     evaluator = finished.make_evaluator(model, corpus)
     calibration, evaluator.batches = evaluator.batches[::2], evaluator.batches[1::2]
     if not evaluator.batches:

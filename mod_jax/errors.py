@@ -45,7 +45,7 @@ class DistributedError(ModJaxError, RuntimeError):
 
 
 class CheckpointMismatch(ModJaxError, ValueError):
-    """A good checkpoint holds other leaves than the model at hand. The message names the first that differ."""
+    """A good checkpoint is of another model, or tokenizer, than the one at hand. The message names what differs."""
 
     exit_code = 7
 

@@ -10,6 +10,8 @@ Every batch is a dict of arrays; a row has T positions, B rows make a batch:
   positions_BT    int32  from 0 at the start of the row and at each separator
   segment_ids_BT  int32  1 for the row's first document, 2 for the second, ...; 0 is padding and counts for nothing
   example_ids_B   int64  the chunk (train) or window (eval); -1 for a row of padding
+An evaluation batch has one more:
+  target_bytes_BT int32  bytes of text that each target stands for; 0 for separators and padding
 """
 
 import math
@@ -75,6 +77,8 @@ def eval_batches(corpus: Corpus, *, seq_len: int, num_windows: int, batch_size: 
     for first in range(0, starts.size, batch_size):
         ids_B = np.arange(first, min(first + batch_size, starts.size))
         batch = windows.cut(ids_B, starts[ids_B])
+        targets_at_BT = starts[ids_B][:, None] + np.arange(1, seq_len + 1)
+        batch["target_bytes_BT"] = corpus.validation_bytes[targets_at_BT].astype(np.int32)
         for name, array in batch.items():
             padding = [(0, batch_size - ids_B.size)] + [(0, 0)] * (array.ndim - 1)
             batch[name] = np.pad(array, padding, constant_values=-1 if name == "example_ids_B" else 0)
@@ -103,7 +107,7 @@ def eval_window_starts(corpus: Corpus, seq_len: int, num_windows: int) -> tuple[
 
 
 def bits_per_byte(total_nats: float, total_bytes: int) -> float:
-    """Comparable between tokenizers: the summed loss in nats over the bytes that its targets stand for."""
+    """Comparable between tokenizers: the summed loss in nats over the bytes of text that its targets stand for."""
     return total_nats / math.log(2) / total_bytes
 
 

@@ -1,9 +1,13 @@
 """From a source to a corpus: tokenised once, one flat token file per split, each document preceded by the separator.
 
-A corpus lies in a cache folder keyed by everything that the tokens depend on, and is memory-mapped.
+A corpus lies in the cache, in a folder keyed by everything that the tokens depend on, and is memory-mapped. Beside it
+lies its tokenizer, and for each held-out token the number of bytes of text that it stands for.
 """
 
+import collections
+import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -11,16 +15,20 @@ import pathlib
 import re
 import shutil
 import uuid
+from typing import Any
 
 import numpy as np
 from absl import logging
 
 from mod_jax import outputs
 from mod_jax.config import DataConfig
-from mod_jax.data import sources, tokenizers
-from mod_jax.errors import DataError
+from mod_jax.data import cache, sources, tokenizers
+from mod_jax.data.tokenizers import Tokenizer
+from mod_jax.errors import DataError, StorageError
 
-FORMAT = 1  # of the cache; part of every key
+FORMAT = 2  # of a corpus on disk; part of every key
+TOKENIZER = "tokenizer"  # folder in a corpus
+CHECKED_BYTES = 2**20  # of validation text, for whether decoding gives it back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,32 +45,39 @@ class Corpus:
     num_train_bytes: int
     validation_names: tuple[str, ...]
     validation_starts: np.ndarray  # where each validation document's separator stands
+    validation_bytes: np.ndarray  # memory-mapped: bytes of text that each validation token stands for
     num_validation_bytes: int
+    num_also_in_train: int  # validation documents whose text is that of a train document too
+    num_altered: int  # of the first validation documents, those that decoding does not give back
+    num_checked: int  # how many those first ones are
 
 
-def prepare_corpus(data: DataConfig) -> Corpus:
+def prepare_corpus(data: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
     """Returns the tokenised corpus of `data.source`, from the cache if it is there.
+
+    Args:
+      tokenizer: of a run, to be used in place of the one that `data.tokenizer` would give now.
 
     Raises:
       ConfigError: if source or tokenizer is misspelt.
-      DataError: if the source cannot be read or has nothing for one of the splits.
+      DataError: if the source cannot be read or has nothing for one of the splits, or if the cache cannot be written.
     """
-    root = cache_root(data)
-    tokenizer_identity = tokenizers.identity(data.tokenizer)
+    root = cache.cache_root(data)
+    asked = tokenizers.identity(data.tokenizer) if tokenizer is None else tokenizer.digest
     source = sources.load(data, root)
-    key = hashlib.sha256(f"{FORMAT}\n{source.identity}\n{tokenizer_identity}".encode()).hexdigest()[:16]
-    slug = "-".join(re.sub(r"\W+", "_", spec)[-40:] for spec in (data.source, data.tokenizer))
-    directory = root / f"{slug}-{key}"
+    directory = _directory(root, data, source, asked)
+    if tokenizer is not None and tokenizers.needs_training(data.tokenizer):
+        # Most often it was trained on this very corpus, which is then there under the name of its training.
+        trained_here = _directory(root, data, source, tokenizers.identity(data.tokenizer))
+        corpus = _open(data, trained_here)
+        if corpus is not None and corpus.tokenizer.digest == tokenizer.digest:
+            return corpus
 
     corpus = _open(data, directory)
     if corpus is None:
-        scratch = directory.with_name(f"{directory.name}.{uuid.uuid4().hex}")
-        scratch.mkdir()
-        try:
-            _write(data, source, scratch)
+        with cache.naming_the_cache(root), cache.scratch_folder(directory) as scratch:
+            _write(data, source, tokenizer, scratch)
             _publish(data, scratch, directory)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
         corpus = _open(data, directory)
         if corpus is None:
             raise DataError(f"{source.name}: {directory} vanished while it was being prepared")
@@ -72,25 +87,21 @@ def prepare_corpus(data: DataConfig) -> Corpus:
 
 def describe_corpus(corpus: Corpus) -> str:
     """One line about a corpus, for a person."""
+    notes = f", {corpus.num_also_in_train:,} of them also in train" if corpus.num_also_in_train else ""
+    if corpus.num_altered:
+        notes += f"; the tokenizer alters {corpus.num_altered:,} of {corpus.num_checked:,} documents (normalisation)"
     return (
         f"{corpus.source} as {corpus.tokenizer.name} ({corpus.tokenizer.vocab_size} ids): "
         f"train {corpus.train_tokens.size:,} tokens ({corpus.num_train_bytes:,} bytes, {corpus.num_train_documents:,} "
         f"documents), validation {corpus.validation_tokens.size:,} tokens ({corpus.num_validation_bytes:,} bytes, "
-        f"{len(corpus.validation_names):,} documents), digest {corpus.digest[:12]}"
+        f"{len(corpus.validation_names):,} documents{notes}), digest {corpus.digest[:12]}"
     )
 
 
-# The cache.
-
-
-def cache_root(data: DataConfig) -> pathlib.Path:
-    """The folder of everything that can be made again: the key, or $MOD_JAX_CACHE, or ~/.cache/mod_jax."""
-    root = pathlib.Path(data.cache_dir or os.environ.get("MOD_JAX_CACHE") or "~/.cache/mod_jax").expanduser().absolute()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"cannot create {root} ({error.strerror}); set data.cache_dir or MOD_JAX_CACHE") from None
-    return root
+def _directory(root: pathlib.Path, data: DataConfig, source: sources.Source, tokenizer_identity: str) -> pathlib.Path:
+    identity = f"{FORMAT}\n{source.identity}\n{tokenizer_identity}".encode(errors="surrogateescape")
+    slug = "-".join(re.sub(r"\W+", "_", spec, flags=re.ASCII)[-40:] for spec in (data.source, data.tokenizer))
+    return root / f"{slug}-{hashlib.sha256(identity).hexdigest()[:16]}"
 
 
 def _open(data: DataConfig, directory: pathlib.Path) -> Corpus | None:
@@ -99,13 +110,18 @@ def _open(data: DataConfig, directory: pathlib.Path) -> Corpus | None:
         return None
     try:
         meta = json.loads((directory / "meta.json").read_text())
-        tokenizer = tokenizers.load(data.tokenizer, directory)
+        tokenizer = tokenizers.load(directory / TOKENIZER)
+        if tokenizer is None:
+            raise ValueError("its tokenizer is gone")
         tokens = {split: np.load(directory / f"{split}.npy", mmap_mode="r") for split in sources.SPLITS}
+        validation_bytes = np.load(directory / "validation_bytes.npy", mmap_mode="r")
         starts = np.array(meta["validation"]["starts"], np.int64)
         names = tuple(meta["validation"]["names"])
         for split, array in tokens.items():
             if array.size != meta[split]["tokens"] or array.dtype != _token_dtype(tokenizer):
                 raise ValueError(f"{split}.npy has {array.size} tokens of type {array.dtype}")
+        if validation_bytes.size != tokens["validation"].size:
+            raise ValueError(f"validation_bytes.npy has {validation_bytes.size} numbers")
         if not len(starts) == len(names) == meta["validation"]["documents"] or meta["format"] != FORMAT:
             raise ValueError("meta.json contradicts itself")
         if tokenizer.vocab_size != meta["vocab_size"]:
@@ -121,71 +137,123 @@ def _open(data: DataConfig, directory: pathlib.Path) -> Corpus | None:
             num_train_bytes=meta["train"]["bytes"],
             validation_names=names,
             validation_starts=starts,
+            validation_bytes=validation_bytes,
             num_validation_bytes=meta["validation"]["bytes"],
+            num_also_in_train=meta["train"]["also_held_out"],
+            num_altered=meta["validation"]["altered"],
+            num_checked=meta["validation"]["checked"],
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, StorageError, ValueError, KeyError, TypeError) as error:
         logging.warning("rebuilding the damaged corpus in %s: %s", directory, error)
         return None
 
 
 def _publish(data: DataConfig, scratch: pathlib.Path, directory: pathlib.Path) -> None:
     """Renames the finished corpus into place, unless another process was first with a good one."""
+    while not _renamed(scratch, directory) and _open(data, directory) is None:
+        damaged = directory.with_name(f"{directory.name}.{uuid.uuid4().hex}")
+        _renamed(directory, damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+
+
+def _renamed(source: pathlib.Path, target: pathlib.Path) -> bool:
+    """Renames a folder. False if the target is there already, or if another process took the source away."""
     try:
-        os.rename(scratch, directory)
-    except OSError:
-        if _open(data, directory) is None:
-            shutil.rmtree(directory, ignore_errors=True)
-            os.rename(scratch, directory)
+        os.rename(source, target)
+        return True
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT, errno.ENOTDIR):
+            return False
+        raise
 
 
-def _write(data: DataConfig, source: sources.Source, directory: pathlib.Path) -> None:
-    if tokenizers.needs_training(data.tokenizer):
-        tokenizers.train_bpe(data.tokenizer, (text for _, text in source.documents("train")), directory)
-    tokenizer = tokenizers.load(data.tokenizer, directory)
+def _write(data: DataConfig, source: sources.Source, tokenizer: Tokenizer | None, directory: pathlib.Path) -> None:
+    if tokenizer is None:
+        tokenizer = tokenizers.make(data.tokenizer, (text for _, text in source.documents("train")))
+    tokenizers.save(tokenizer, directory / TOKENIZER)
+    # Validation first: its texts are few enough to be remembered while the train documents pass.
+    held_out: dict[bytes, int] = collections.Counter()
+    validation, validation_digest = _write_split(source, "validation", tokenizer, directory, held_out)
+    train, train_digest = _write_split(source, "train", tokenizer, directory, held_out)
     meta = dict(format=FORMAT, source=data.source, identity=source.identity, tokenizer=data.tokenizer)
-    meta |= dict(vocab_size=tokenizer.vocab_size)
-    digest = hashlib.sha256()
-    for split in sources.SPLITS:
-        meta[split], split_digest = _write_split(source, split, tokenizer, directory / f"{split}.npy")
-        digest.update(split_digest)
-    del meta["train"]["starts"], meta["train"]["names"]
-    outputs.write_json(directory / "meta.json", meta | dict(digest=digest.hexdigest()))
+    meta |= dict(vocab_size=tokenizer.vocab_size, train=train, validation=validation)
+    meta |= dict(digest=hashlib.sha256(train_digest + validation_digest).hexdigest())
+    (directory / "meta.json").write_text(outputs.to_json(meta))
 
 
-def _write_split(source: sources.Source, split: str, tokenizer: tokenizers.Tokenizer, path: pathlib.Path):
-    """Streams the split's tokens to an .npy file. Returns its part of meta.json, and the sha256 of the tokens."""
-    dtype = _token_dtype(tokenizer)
+def _write_split(
+    source: sources.Source, split: str, tokenizer: Tokenizer, directory: pathlib.Path, held_out: dict[bytes, int]
+) -> tuple[dict[str, Any], bytes]:
+    """Streams a split's tokens, and of validation the bytes of each, to disk.
+
+    Args:
+      held_out: how many validation documents have the text of this digest: filled from validation, used up by train.
+
+    Returns:
+      The split's part of meta.json, and the sha256 of its tokens.
+    """
     digest = hashlib.sha256()
-    size = num_bytes = 0
-    starts, names = [], []
-    with path.open("wb") as file:
-        _write_npy_header(file, 0, dtype)
+    meta = dict(tokens=0, documents=0, bytes=0)
+    meta |= dict(starts=[], names=[], checked=0, altered=0) if split == "validation" else dict(also_held_out=0)
+    with contextlib.ExitStack() as files:
+        tokens_file = files.enter_context(_ArrayFile(directory / f"{split}.npy", _token_dtype(tokenizer)))
+        if split == "validation":
+            bytes_file = files.enter_context(_ArrayFile(directory / "validation_bytes.npy", np.dtype("<i4")))
         for name, text in source.documents(split):
-            place = f"{source.name}, split {split}, document {name}"
+            place = f"{source.name}, split {split}, document {sources.printable(name)}"
             try:
                 ids = tokenizer.encode(text)
             except UnicodeDecodeError as error:
                 raise DataError(f"{place}: {tokenizer.name} needs UTF-8 text: {error}") from None
             tokenizers.refuse_unknown_ids(ids, tokenizer.vocab_size, place, DataError)
-            tokens = np.concatenate([[tokenizer.separator_id], ids]).astype(dtype).tobytes()
-            file.write(tokens)
-            digest.update(tokens)
-            starts.append(size)
-            names.append(name)
-            size += ids.size + 1
-            num_bytes += len(text)
-        file.seek(0)
-        _write_npy_header(file, size, dtype)
-        file.flush()
-        os.fsync(file.fileno())
-    meta = dict(tokens=size, documents=len(names), bytes=num_bytes, starts=starts, names=names)
+            text_digest = hashlib.sha256(text).digest()
+            if split == "train":
+                meta["also_held_out"] += held_out.pop(text_digest, 0)
+            else:
+                held_out[text_digest] += 1
+                meta["starts"].append(meta["tokens"])
+                meta["names"].append(name)
+                bytes_file.append(np.concatenate([[0], tokenizer.count_bytes(text, ids)]))
+                if meta["bytes"] < CHECKED_BYTES:
+                    meta["checked"] += 1
+                    meta["altered"] += tokenizer.decode(ids) not in (text, b" " + text)
+            digest.update(tokens_file.append(np.concatenate([[tokenizer.separator_id], ids])))
+            meta["tokens"] += ids.size + 1
+            meta["documents"] += 1
+            meta["bytes"] += len(text)
     return meta, digest.digest()
 
 
-def _write_npy_header(file, size: int, dtype: np.dtype) -> None:
-    """NumPy pads the header so that it has the same length for every size: it can be written again at the end."""
-    np.lib.format.write_array_header_1_0(file, dict(descr=dtype.str, fortran_order=False, shape=(size,)))
+class _ArrayFile:
+    """An .npy file of one dimension that is written piece by piece."""
+
+    def __init__(self, path: pathlib.Path, dtype: np.dtype):
+        self._file, self._dtype, self._size = path.open("wb"), dtype, 0
+        self._write_header()
+
+    def append(self, values: np.ndarray) -> bytes:
+        """Writes the values; returns what was written."""
+        written = values.astype(self._dtype).tobytes()
+        self._file.write(written)
+        self._size += values.size
+        return written
+
+    def _write_header(self) -> None:
+        # NumPy pads the header so that it has the same length for every size: it can be written again at the end.
+        header = dict(descr=self._dtype.str, fortran_order=False, shape=(self._size,))
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        with self._file:
+            if kind is None:
+                self._file.seek(0)
+                self._write_header()
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
-def _token_dtype(tokenizer: tokenizers.Tokenizer) -> np.dtype:
+def _token_dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")

@@ -89,6 +89,12 @@ def _name_hash(name: str) -> int:
     return int.from_bytes(hashlib.md5(os.fsencode(name)).digest())
 
 
+def printable(name: str | os.PathLike) -> str:
+    """A name as it may stand in a message of one line, whatever bytes it has."""
+    text = os.fspath(name)
+    return text if text.isprintable() else ascii(text)
+
+
 # Python's own standard library: real code, on every machine, no download.
 
 

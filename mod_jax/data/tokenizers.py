@@ -1,21 +1,28 @@
-"""Tokenizers: text to ids and back, and the exact number of bytes that each id stands for.
+"""Tokenizers: text to ids and back, and the exact number of bytes that each token stands for.
 
 Vocabulary. A *piece* is the byte string that an id stands for. Id 0 is the separator, the first token of every
 document; it stands for no text, and encoding never produces it. The three classes share one surface, by duck typing:
-`name`, `separator_id`, `vocab_size`, `byte_lengths` (int64, one per id), `encode(text)` and `decode(ids)`.
+`name`, `separator_id`, `vocab_size`, `encode(text)`, `decode(ids)`, `count_bytes(text, ids)` (int32, the bytes of the
+text that each id of its encoding stands for; they sum to the text's), and for keeping it: `model` (bytes of its file)
+and `digest`, equal exactly for tokenizers of one kind with one model.
 """
 
+import contextlib
 import hashlib
+import json
+import os
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mod_jax.errors import ConfigError
+from mod_jax import outputs, paths
+from mod_jax.errors import ConfigError, DataError, StorageError
 
 SEPARATOR = 0
-BPE_FILE = "tokenizer.json"
 MIN_BPE_SIZE = 257  # the separator and every byte
+DESCRIPTION = "tokenizer.json"  # of a tokenizer that was saved: name, vocab_size, digest
 
 
 class ByteTokenizer:
@@ -23,11 +30,12 @@ class ByteTokenizer:
 
     name = "bytes"
     separator_id = SEPARATOR
+    model = b""
 
     def __init__(self):
+        self.digest = _digest("bytes", self.model)
         self._pieces = [b"", *(bytes([byte]) for byte in range(256))]
         self.vocab_size = len(self._pieces)
-        self.byte_lengths = _byte_lengths(self._pieces)
 
     def encode(self, text: bytes | str) -> np.ndarray:
         text = text.encode() if isinstance(text, str) else text
@@ -36,23 +44,28 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> bytes:
         return _join(self, self._pieces, ids)
 
+    def count_bytes(self, text: bytes | str, ids: np.ndarray) -> np.ndarray:
+        return np.ones(len(ids), np.int32)
+
 
 class BPETokenizer:
-    """Byte-level byte-pair encoding, trained by `train_bpe`. Round-trips any Unicode text."""
+    """Byte-level byte-pair encoding, trained by `make`. Round-trips any Unicode text."""
 
     separator_id = SEPARATOR
 
-    def __init__(self, spec: str, path: pathlib.Path):
-        self.name = spec
+    def __init__(self, name: str, model: bytes):
+        self.name, self.model, self.digest = name, model, _digest("bpe", model)
         try:
-            self._bpe = _import_tokenizers().Tokenizer.from_file(str(path))
+            self._bpe = _import_tokenizers().Tokenizer.from_str(model.decode())
+            byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
+            words = [self._bpe.id_to_token(i) for i in range(self._bpe.get_vocab_size())]
+            self._pieces = [b"", *(bytes(byte_of[char] for char in word) for word in words)]
+        except ConfigError:
+            raise
         except Exception as error:  # the library raises no narrower type
-            raise ConfigError(f"config.data.tokenizer = {spec!r}: cannot read {path} ({error})") from None
-        byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
-        words = [self._bpe.id_to_token(i) for i in range(self._bpe.get_vocab_size())]
-        self._pieces = [b"", *(bytes(byte_of[char] for char in word) for word in words)]
+            raise ConfigError(f"config.data.tokenizer = {name!r}: not a model of byte-level BPE ({error})") from None
         self.vocab_size = len(self._pieces)
-        self.byte_lengths = _byte_lengths(self._pieces)
+        self._byte_lengths = np.array([len(piece) for piece in self._pieces], np.int32)
 
     def encode(self, text: bytes | str) -> np.ndarray:
         text = text if isinstance(text, str) else text.decode()
@@ -61,61 +74,88 @@ class BPETokenizer:
     def decode(self, ids: Sequence[int]) -> bytes:
         return _join(self, self._pieces, ids)
 
+    def count_bytes(self, text: bytes | str, ids: np.ndarray) -> np.ndarray:
+        return self._byte_lengths[ids]
+
 
 class SentencePieceTokenizer:
     """A given SentencePiece model. Round-trips what its normalisation leaves of the text.
 
     Its defaults turn line ends into spaces and put a space in front: train a model for code with
     `--normalization_rule_name=identity --remove_extra_whitespaces=false --add_dummy_prefix=false --byte_fallback`.
-    An unknown piece stands for no bytes, so that bits per byte can only come out too high.
+    An unknown piece is decoded as nothing. Bytes are counted where they stand in the text, so they are exact for any
+    model.
     """
 
     separator_id = SEPARATOR
 
-    def __init__(self, spec: str, path: pathlib.Path):
-        self.name = spec
+    def __init__(self, name: str, model: bytes):
+        self.name, self.model, self.digest = name, model, _digest("sentencepiece", model)
         try:
-            self._model = _import_sentencepiece().SentencePieceProcessor(model_file=str(path))
-        except (OSError, RuntimeError) as error:
-            raise ConfigError(f"config.data.tokenizer = {spec!r}: {path} is no SentencePiece model ({error})") from None
-        self._pieces = [b"", *map(self._piece, range(self._model.get_piece_size()))]
+            # Not given to the constructor: an empty model would load as one without pieces.
+            self._processor = _import_sentencepiece().SentencePieceProcessor()
+            self._processor.LoadFromSerializedProto(model)
+            size = self._processor.get_piece_size()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"config.data.tokenizer = {name!r}: no SentencePiece model ({error})") from None
+        if not size:
+            raise ConfigError(f"config.data.tokenizer = {name!r}: no SentencePiece model (it has no pieces)")
+        self._pieces = [b"", *map(self._piece, range(size))]
         self.vocab_size = len(self._pieces)
-        self.byte_lengths = _byte_lengths(self._pieces)
 
     def _piece(self, i: int) -> bytes:
-        word = self._model.id_to_piece(i)
-        if self._model.is_control(i) or self._model.is_unknown(i):
+        word = self._processor.id_to_piece(i)
+        if self._processor.is_control(i) or self._processor.is_unknown(i):
             return b""
-        if self._model.is_byte(i):
+        if self._processor.is_byte(i):
             return bytes([int(word[1:-1], 16)])  # such as <0x0A>
         return word.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
     def encode(self, text: bytes | str) -> np.ndarray:
         text = text if isinstance(text, str) else text.decode()
-        return np.array(self._model.encode(text), np.int32) + 1
+        return np.array(self._processor.encode(text), np.int32) + 1
 
     def decode(self, ids: Sequence[int]) -> bytes:
         return _join(self, self._pieces, ids)
+
+    def count_bytes(self, text: bytes | str, ids: np.ndarray) -> np.ndarray:
+        """What normalisation removed counts for the piece that follows it or, at the end of the text, the last one."""
+        text = text.encode() if isinstance(text, str) else text
+        if not len(ids):
+            return np.zeros(0, np.int32)
+        offsets = self._processor.encode(text, return_type="offset_mapping", return_bytes=True)["offsets"]
+        ends = np.array([end for _, end in offsets], np.int64)
+        ends[-1] = len(text)
+        counts = np.diff(ends, prepend=0)
+        if len(counts) != len(ids) or np.any(counts < 0):
+            raise DataError(f"{self.name}: the library does not say where in the text each piece stands")
+        return counts.astype(np.int32)
 
 
 Tokenizer = ByteTokenizer | BPETokenizer | SentencePieceTokenizer
 
 
-def load(spec: str, directory: pathlib.Path) -> Tokenizer:
-    """Returns the tokenizer that `data.tokenizer` names; a trained one is read from `directory`.
+def make(spec: str, texts: Iterable[bytes]) -> Tokenizer:
+    """Returns the tokenizer that `data.tokenizer` names: reads its model or, for `bpe:VOCAB_SIZE`, trains it on texts.
+
+    Texts too small to yield that many pieces give a smaller vocabulary.
 
     Raises:
-      ConfigError: naming the key, if the spec is malformed or the tokenizer is not there.
+      ConfigError: naming the key, if the spec is malformed or names no model.
     """
     kind, argument = _parse(spec)
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "sentencepiece":
-        return SentencePieceTokenizer(spec, _model_path(spec, argument))
-    path = pathlib.Path(directory) / BPE_FILE
-    if not path.is_file():
-        raise ConfigError(f"config.data.tokenizer = {spec!r}: not trained yet, {path} does not exist")
-    return BPETokenizer(spec, path)
+        return SentencePieceTokenizer(spec, _read_model(spec, argument))
+    library = _import_tokenizers()
+    bpe = library.Tokenizer(library.models.BPE())
+    bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=int(argument) - 1, initial_alphabet=_byte_alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator((text.decode() for text in texts), trainer)
+    return BPETokenizer(spec, bpe.to_str().encode())
 
 
 def identity(spec: str) -> str:
@@ -125,7 +165,7 @@ def identity(spec: str) -> str:
         _import_tokenizers()
     if kind == "sentencepiece":
         _import_sentencepiece()
-        return f"sentencepiece {hashlib.sha256(_model_path(spec, argument).read_bytes()).hexdigest()}"
+        return _digest(kind, _read_model(spec, argument))
     return spec
 
 
@@ -133,20 +173,72 @@ def needs_training(spec: str) -> bool:
     return _parse(spec)[0] == "bpe"
 
 
-def train_bpe(spec: str, texts: Iterable[bytes], directory: pathlib.Path) -> None:
-    """Trains the tokenizer `bpe:VOCAB_SIZE` on the texts and writes it to `directory`, for `load` to find.
+# A tokenizer on disk: with every corpus that was made with it, and in the workdir of every run.
 
-    Texts too small to yield that many pieces give a smaller vocabulary.
+
+def save(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
+    """Writes the tokenizer into `directory`, which then holds it alone. Killed at any moment, it leaves a whole one.
+
+    Raises:
+      OSError: if it cannot be written.
     """
-    _, argument = _parse(spec)
-    library = _import_tokenizers()
-    bpe = library.Tokenizer(library.models.BPE())
-    bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=int(argument) - 1, initial_alphabet=_byte_alphabet(), show_progress=False
-    )
-    bpe.train_from_iterator((text.decode() for text in texts), trainer)
-    bpe.save(str(pathlib.Path(directory) / BPE_FILE))
+    directory.mkdir(parents=True, exist_ok=True)
+    if tokenizer.model:
+        _write(_model_file(directory, tokenizer.digest), tokenizer.model)
+    about = dict(name=tokenizer.name, vocab_size=tokenizer.vocab_size, digest=tokenizer.digest)
+    _write(directory / DESCRIPTION, outputs.to_json(about, indent=2).encode() + b"\n")
+    for path in directory.glob("*.model"):
+        if path != _model_file(directory, tokenizer.digest):
+            path.unlink(missing_ok=True)
+
+
+def load(directory: pathlib.Path) -> Tokenizer | None:
+    """Returns the tokenizer that was saved in `directory`; None if none was.
+
+    Raises:
+      StorageError: if it is damaged.
+      ConfigError: if its library is not installed.
+    """
+    try:
+        about = json.loads((directory / DESCRIPTION).read_bytes())
+        name, digest = str(about["name"]), str(about["digest"])
+        kind, _ = _parse(name)
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ValueError(f"{DESCRIPTION} has no digest")
+        model = b"" if kind == "bytes" else _model_file(directory, digest).read_bytes()
+        if _digest(kind, model) != digest:
+            raise ValueError("its file has changed")
+    except FileNotFoundError as error:
+        if not (directory / DESCRIPTION).exists():
+            return None
+        raise StorageError(f"{directory}: the tokenizer kept here cannot be used: {error.filename} is gone") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StorageError(f"{directory}: the tokenizer kept here cannot be used: {error}") from None
+    if kind == "bytes":
+        return ByteTokenizer()
+    return BPETokenizer(name, model) if kind == "bpe" else SentencePieceTokenizer(name, model)
+
+
+def _model_file(directory: pathlib.Path, digest: str) -> pathlib.Path:
+    """Named by its content, so that replacing the description replaces the tokenizer in one go."""
+    return directory / f"{digest[:16]}.model"
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with scratch.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+
+
+def _digest(kind: str, model: bytes) -> str:
+    return hashlib.sha256(kind.encode() + b"\n" + model).hexdigest()
 
 
 def _parse(spec: str) -> tuple[str, str]:
@@ -161,11 +253,14 @@ def _parse(spec: str) -> tuple[str, str]:
     return kind, argument
 
 
-def _model_path(spec: str, argument: str) -> pathlib.Path:
-    path = pathlib.Path(argument).expanduser()
+def _read_model(spec: str, argument: str) -> bytes:
+    path = paths.local_folder("config.data.tokenizer", argument)
     if not path.is_file():
         raise ConfigError(f"config.data.tokenizer = {spec!r}: {path} is not a file")
-    return path
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"config.data.tokenizer = {spec!r}: cannot read {path} ({error.strerror})") from None
 
 
 def _byte_alphabet() -> list[str]:
@@ -173,10 +268,6 @@ def _byte_alphabet() -> list[str]:
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return [chr(byte if byte in shown else 256 + hidden.index(byte)) for byte in range(256)]
-
-
-def _byte_lengths(pieces: list[bytes]) -> np.ndarray:
-    return np.array([len(piece) for piece in pieces], np.int64)
 
 
 def _join(tokenizer: Tokenizer, pieces: list[bytes], ids: Sequence[int]) -> bytes:

@@ -80,7 +80,7 @@ def cutoff_between(scores: np.ndarray, capacity: float) -> np.float32:
 def held_out_batches(model: TrainedModel, corpus: Corpus | None = None) -> list[Batch]:
     """The run's own held-out windows. `corpus`: the prepared corpus, if it is at hand."""
     config = model.config
-    corpus = corpus or prepare_corpus(config.data)
+    corpus = corpus or prepare_corpus(config.data, model.tokenizer)
     return eval_batches(
         corpus,
         seq_len=config.data.seq_len,

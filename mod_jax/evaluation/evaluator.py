@@ -131,7 +131,7 @@ class Evaluator:
             valid_BT = batch["segment_ids_BT"] > 0
             nats += float(batch_nats)
             tokens += int(valid_BT.sum())
-            num_bytes += int(self._tokenizer.byte_lengths[batch["targets_BT"][valid_BT]].sum())
+            num_bytes += int(batch["target_bytes_BT"][valid_BT].sum())
             if record is not None:
                 selected_L += np.sum(jax.device_get(record.selected_BT) & valid_BT, axis=(1, 2))
             if stats:

@@ -48,7 +48,7 @@ def evaluate_run(workdir: str | os.PathLike, step: int | None = None, capacity: 
       PathMismatchError: if the cached paths disagree with the uncached one.
     """
     model = restore(workdir, step)
-    corpus = prepare_corpus(model.config.data)
+    corpus = prepare_corpus(model.config.data, model.tokenizer)
     evaluator = make_evaluator(model, corpus)
     lines = [
         f"step {model.step} of {os.fspath(workdir)}, config {config_lib.fingerprint(model.config)}",

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, SingleDeviceSharding
 
 from mod_jax import tuning
 from mod_jax.config import Config
-from mod_jax.data.corpus import cache_root
+from mod_jax.data.cache import cache_root
 from mod_jax.errors import ConfigError
 from mod_jax.models import flops
 from mod_jax.models.model import make_model

@@ -15,7 +15,7 @@ import jax
 
 from mod_jax import sharding, tuning
 from mod_jax.config import Config, MeshConfig
-from mod_jax.data.corpus import cache_root
+from mod_jax.data.cache import cache_root
 from mod_jax.errors import ConfigError
 from mod_jax.models import flops
 from mod_jax.models.decoder import repeating_unit

@@ -1,7 +1,7 @@
 """The training loop, which reads as a table of contents, and what frames it: prepare, resume, save.
 
-Layout of a workdir: config.json, metrics.jsonl, checkpoints/<step>/, report/*.png, and if asked for tensorboard/ and
-profile/. Rerunning the same command resumes; a finished run is only reported again.
+Layout of a workdir: config.json, metrics.jsonl, tokenizer/, checkpoints/<step>/, report/*.png, and if asked for
+tensorboard/ and profile/. Rerunning the same command resumes; a finished run is only reported again.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from mod_jax.errors import ConfigError, DataError
 from mod_jax.evaluation.evaluator import Evaluator
 from mod_jax.models import flops
 from mod_jax.models.model import Model, make_model
+from mod_jax.trained import keep_tokenizer, kept_tokenizer
 from mod_jax.training import resume
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.interval import Interval
@@ -84,6 +85,8 @@ def train(config: Config, workdir: str | os.PathLike, *, extend: bool = False, p
             checkpointer.check_space(run.abstract_state)
             state, interval = restore_or_init(run, checkpointer, extend)
             write_config(run)
+            if jax.process_index() == 0:
+                keep_tokenizer(run.workdir, run.corpus.tokenizer)
             step = int(state.step)
             watch = closing.enter_context(open_watch(run, step, interval))
             evaluator = Evaluator(config, run.model, run.mesh, run.corpus)
@@ -126,7 +129,7 @@ def dry_run(config: Config, workdir: str | os.PathLike) -> None:
 def prepare_run(config: Config, workdir: str | os.PathLike) -> Run:
     """Opens the data, checks what needs data or devices to check, and describes the run on stdout."""
     workdir = paths.folder_to_write("--workdir", workdir)
-    corpus = prepare_corpus(config.data)
+    corpus = prepare_corpus(config.data, kept_tokenizer(workdir, config))
     check_processes_agree(config, corpus)
     vocab_size = vocabulary(config, corpus)
     mesh = sharding.make_mesh(config)
@@ -195,6 +198,9 @@ def restore_or_init(run: Run, checkpointer: Checkpointer, extend: bool) -> tuple
         shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state)
         return jax.jit(lambda: init_state(run.config, run.model), out_shardings=shardings)(), Interval()
     notes = resume.check_same_run(saved, run.config, run.corpus.digest, run.num_steps, extend)
+    old, new = saved.get("tokenizer_digest"), run.corpus.tokenizer.digest
+    if old not in (None, new):
+        raise ResumeRefused(f"the checkpoint was trained with another tokenizer: digest {old[:12]} -> {new[:12]}")
     restored = checkpointer.restore(run.abstract_state)
     resume.check_length(restored.metadata, restored.step, run.num_steps)
     if extension := resume.describe_extension(restored.metadata, run.config, restored.step, run.num_steps):
@@ -293,6 +299,7 @@ def metadata(run: Run) -> dict[str, Any]:
         "num_steps": run.num_steps,
         "corpus": describe_corpus(run.corpus),
         "corpus_digest": run.corpus.digest,
+        "tokenizer_digest": run.corpus.tokenizer.digest,
         "mod_jax": mod_jax.__version__,
         "commit": commit(),
         "python": platform.python_version(),

@@ -19,7 +19,7 @@ def ten_chunks(tmp_path):
     return make_corpus(tmp_path, train=[bytes(range(32, 112))])
 
 
-def test_t10_a_token_id_outside_the_vocabulary_never_reaches_a_batch(tmp_path):
+def test_a_token_id_outside_the_vocabulary_never_reaches_a_batch(tmp_path):
     corpus = make_corpus(tmp_path, train=[b"train" * 3], validation=[b"validation" * 3])
     for split in ("train", "validation"):
         tokens = np.load(corpus.directory / f"{split}.npy")
@@ -157,7 +157,7 @@ def test_windows_are_spaced_evenly_inside_a_document(tmp_path):
     assert documents.tolist() == [d for d in range(10) for _ in range(2)]
 
 
-def test_t21_one_large_document_cannot_decide_the_metric(tmp_path):
+def test_one_large_document_cannot_decide_the_metric(tmp_path):
     # Room for windows of 4: (401 - 1) / 4 = 100 in document 0, (5 - 1) / 4 = 1 in each of the other 11.
     # A second one from document 0 would be 2 of 13 windows, more than a tenth.
     starts, documents, *bounds = windows_of(tmp_path / "a", [401] + [5] * 11, seq_len=4, num_windows=100)
@@ -204,16 +204,17 @@ def test_eval_batches_have_one_shape_and_padding_that_counts_for_nothing(tmp_pat
     assert ids_of(batches) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, -1, -1]]
     for batch in batches:
         assert {key: array.shape for key, array in batch.items()} == dict.fromkeys(
-            ("tokens_BT", "targets_BT", "positions_BT", "segment_ids_BT"), (4, 4)
+            ("tokens_BT", "targets_BT", "positions_BT", "segment_ids_BT", "target_bytes_BT"), (4, 4)
         ) | {"example_ids_B": (4,)}
     last = batches[-1]
     assert last["tokens_BT"][:, 0].tolist() == [9, 10, 0, 0]  # byte 8 is token 9
     assert (last["segment_ids_BT"] > 0).all(axis=1).tolist() == [True, True, False, False]
     assert not last["targets_BT"][2:].any()
     assert not last["segment_ids_BT"][2:].any()
+    assert last["target_bytes_BT"].tolist() == [[1] * 4] * 2 + [[0] * 4] * 2
     train = take(train_batches(make_corpus(tmp_path, train=[b"t" * 9]), seq_len=4, batch_size=4, seed=0), 1)[0]
     assert {key: (array.shape, array.dtype) for key, array in train.items()} == {
-        key: (array.shape, array.dtype) for key, array in last.items()
+        key: (array.shape, array.dtype) for key, array in last.items() if key != "target_bytes_BT"
     }
     assert_equal_batches(batches, eval_batches(corpus, seq_len=4, num_windows=10, batch_size=4))
 

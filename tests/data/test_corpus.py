@@ -94,7 +94,9 @@ def widen(directory):
         lambda directory: (directory / "meta.json").write_text("[]"),
         lambda directory: (directory / "meta.json").unlink(),
         lambda directory: (directory / "validation.npy").unlink(),
-        lambda directory: (directory / "tokenizer.json").write_text("{}"),
+        lambda directory: (directory / "validation_bytes.npy").unlink(),
+        lambda directory: (directory / "tokenizer" / "tokenizer.json").write_text("{}"),
+        lambda directory: (directory / "tokenizer" / "tokenizer.json").unlink(),
     ],
 )
 def test_a_damaged_cache_is_rebuilt(tmp_path, damage):
@@ -129,14 +131,14 @@ def test_cache_root_is_the_key_then_the_variable(tmp_path, monkeypatch):
     in_key = prepare_corpus(DataConfig(source="synthetic", cache_dir=str(tmp_path / "key")))
     assert in_key.directory.parent == tmp_path / "key"
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"cannot create .*; set data.cache_dir or MOD_JAX_CACHE"):
+    with pytest.raises(DataError, match=r"cannot write to the cache .*; set MOD_JAX_CACHE"):
         prepare_corpus(DataConfig(source="synthetic", cache_dir=str(tmp_path / "file" / "below")))
 
 
 @pytest.mark.parametrize("bad_id", [-1, 257, 300])
-def test_t10_a_token_id_outside_the_vocabulary_never_enters_a_corpus(tmp_path, monkeypatch, bad_id):
+def test_a_token_id_outside_the_vocabulary_never_enters_a_corpus(tmp_path, monkeypatch, bad_id):
     monkeypatch.setattr(tokenizers.ByteTokenizer, "encode", lambda self, text: np.array([5, bad_id], np.int32))
-    message = rf"text:.*texts, split train, document train/000.txt: token id {bad_id} is outside .*\[0, 257\)"
+    message = rf"text:.*texts, split validation, document validation/000.txt: token id {bad_id} is outside .*\[0, 257\)"
     with pytest.raises(DataError, match=message):
         make_corpus(tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []
