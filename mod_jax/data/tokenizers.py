@@ -2,7 +2,7 @@
 
 Vocabulary. A *piece* is the byte string that an id stands for. Id 0 is the separator, the first token of every
 document; it stands for no text, and encoding never produces it. The three classes share one surface, by duck typing:
-`name`, `separator_id`, `vocab_size`, `encode(text)`, `decode(ids)`, `count_bytes(text, ids)` (int32, the bytes of the
+`name`, `separator_id`, `vocab_size`, `longest_piece` (bytes), `encode(text)`, `decode(ids)`, `count_bytes(text, ids)` (int32, the bytes of the
 text that each id of its encoding stands for; they sum to the text's), and for keeping it: `model` (bytes of its file)
 and `digest`, equal exactly for tokenizers of one kind with one model.
 """
@@ -35,7 +35,7 @@ class ByteTokenizer:
     def __init__(self):
         self.digest = _digest("bytes", self.model)
         self._pieces = [b"", *(bytes([byte]) for byte in range(256))]
-        self.vocab_size = len(self._pieces)
+        self.vocab_size, self.longest_piece = len(self._pieces), max(map(len, self._pieces))
 
     def encode(self, text: bytes | str) -> np.ndarray:
         text = text.encode() if isinstance(text, str) else text
@@ -64,7 +64,7 @@ class BPETokenizer:
             raise
         except Exception as error:  # the library raises no narrower type
             raise ConfigError(f"config.data.tokenizer = {name!r}: not a model of byte-level BPE ({error})") from None
-        self.vocab_size = len(self._pieces)
+        self.vocab_size, self.longest_piece = len(self._pieces), max(map(len, self._pieces))
         self._byte_lengths = np.array([len(piece) for piece in self._pieces], np.int32)
 
     def encode(self, text: bytes | str) -> np.ndarray:
@@ -101,7 +101,7 @@ class SentencePieceTokenizer:
         if not size:
             raise ConfigError(f"config.data.tokenizer = {name!r}: no SentencePiece model (it has no pieces)")
         self._pieces = [b"", *map(self._piece, range(size))]
-        self.vocab_size = len(self._pieces)
+        self.vocab_size, self.longest_piece = len(self._pieces), max(map(len, self._pieces))
 
     def _piece(self, i: int) -> bytes:
         word = self._processor.id_to_piece(i)

@@ -70,7 +70,7 @@ def _least_tokens(tokenizer: Tokenizer, text: str | bytes) -> int:
     """A lower bound of the number of tokens with the separator, from the length alone."""
     if isinstance(tokenizer, SentencePieceTokenizer):  # drops characters: any length may give few tokens
         return 1
-    return 1 + -(-len(text) // int(tokenizer.byte_lengths.max()))  # a character has at least one byte
+    return 1 + -(-len(text) // tokenizer.longest_piece)  # a character has at least one byte
 
 
 def _encode_text(tokenizer: Tokenizer, text: str | bytes, name: str) -> np.ndarray:
