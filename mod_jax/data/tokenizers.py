@@ -2,9 +2,12 @@
 
 Vocabulary. A *piece* is the byte string that an id stands for. Id 0 is the separator, the first token of every
 document; it stands for no text, and encoding never produces it. The three classes share one surface, by duck typing:
-`name`, `separator_id`, `vocab_size`, `longest_piece` (bytes), `encode(text)`, `decode(ids)`, `count_bytes(text, ids)` (int32, the bytes of the
-text that each id of its encoding stands for; they sum to the text's), and for keeping it: `model` (bytes of its file)
-and `digest`, equal exactly for tokenizers of one kind with one model.
+  name, separator_id, vocab_size
+  longest_piece           in bytes
+  encode(text)            int32 ids, of text as bytes or str
+  decode(ids)             bytes
+  count_bytes(text, ids)  int32, the bytes of `text` that each id of its encoding stands for; they sum to the text's
+  model, digest           for keeping it: the bytes of its file; equal exactly for one kind with one model
 """
 
 import contextlib

@@ -198,9 +198,7 @@ def restore_or_init(run: Run, checkpointer: Checkpointer, extend: bool) -> tuple
         shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state)
         return jax.jit(lambda: init_state(run.config, run.model), out_shardings=shardings)(), Interval()
     notes = resume.check_same_run(saved, run.config, run.corpus.digest, run.num_steps, extend)
-    old, new = saved.get("tokenizer_digest"), run.corpus.tokenizer.digest
-    if old not in (None, new):
-        raise ResumeRefused(f"the checkpoint was trained with another tokenizer: digest {old[:12]} -> {new[:12]}")
+    resume.check_same_tokenizer(saved, run.corpus.tokenizer.digest)
     restored = checkpointer.restore(run.abstract_state)
     resume.check_length(restored.metadata, restored.step, run.num_steps)
     if extension := resume.describe_extension(restored.metadata, run.config, restored.step, run.num_steps):

@@ -59,6 +59,17 @@ def check_same_run(saved: dict[str, Any], config: Config, digest: str, num_steps
     return same + [f"{line}: the same {num_steps} steps" for line in _lines(length if same_length else {})]
 
 
+def check_same_tokenizer(saved: dict[str, Any], digest: str) -> None:
+    """Refuses another tokenizer, though it gave this corpus the same tokens: older checkpoints could not be decoded.
+
+    Raises:
+      ResumeRefused: with both digests.
+    """
+    old = saved.get("tokenizer_digest", digest)  # earlier versions did not note it
+    if old != digest:
+        raise ResumeRefused(f"the checkpoint was trained with another tokenizer: digest {old[:12]} -> {digest[:12]}")
+
+
 def check_length(saved: dict[str, Any], step: int, num_steps: int) -> None:
     """Refuses a length that the run has already passed.
 
