@@ -41,6 +41,7 @@ setuptools.setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     packages=setuptools.find_packages(include=["mod_jax", "mod_jax.*"]),
+    package_data={"mod_jax": ["py.typed"]},
     install_requires=[
         "absl-py>=2.1",
         "chex>=0.1.90",

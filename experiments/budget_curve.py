@@ -7,8 +7,6 @@ causal loss is taken on the rest, together with the capacity that the blocks rea
 for, gives the FLOPs. Writes budget_curve.json and budget_curve.png, and prints the table.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
@@ -16,10 +14,9 @@ from matplotlib.figure import Figure
 
 from mod_jax import host, outputs, sampling
 from mod_jax.analysis import plots
-from mod_jax.analysis.routing_stats import block_name
 from mod_jax.data.corpus import describe_corpus, prepare_corpus
-from mod_jax.evaluation import budget, finished
-from mod_jax.models import flops
+from mod_jax.evaluation import budget, finished, tables
+from mod_jax.models.model import Weights
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a finished run.", required=True)
 OUT = flags.DEFINE_string("out", None, "Folder for the results; default: WORKDIR/budget_curve.")
@@ -60,20 +57,16 @@ def main(_) -> None:
 
 def measure(model: sampling.TrainedModel, evaluator, name: str, cutoffs_L: np.ndarray) -> dict:
     """The causal loss under these cut-offs, and what it cost."""
-    config, vocab_size = model.config, model.config.model.vocab_size or model.tokenizer.vocab_size
-    shifted = dataclasses.replace(model, cutoffs_L=jnp.asarray(cutoffs_L))
-    metrics = evaluator.evaluate(finished.as_state(shifted))
-    realised_L = [metrics[f"routing/{block_name(depth)}/realised_capacity/threshold"] for depth in config.routed_depths]
-    dense = dataclasses.replace(config, model=dataclasses.replace(config.model, layout="F"))
-    spent = flops.forward_flops(config, vocab_size, predictor=False, realised_capacity=tuple(realised_L)).total
+    metrics = evaluator.evaluate(Weights(model.params, jnp.asarray(cutoffs_L)))
+    losses = {loss.selection: loss for loss in tables.held_out_losses(metrics)}
     return {
         "budget": name,
         "cutoffs": [float(cutoff) for cutoff in cutoffs_L],
-        "realised_capacity": float(np.mean(realised_L)),
-        "flops_per_token": spent / config.data.seq_len,
-        "of_dense": spent / flops.forward_flops(dense, vocab_size).total,
-        "loss": metrics["eval/causal_loss/threshold"],
-        "topk_loss": metrics["eval/topk_loss"],
+        "realised_capacity": losses["threshold"].routed,
+        "flops_per_token": losses["threshold"].flops,
+        "of_dense": losses["threshold"].of_dense,
+        "loss": losses["threshold"].loss,
+        "topk_loss": losses["topk"].loss,
     }
 
 

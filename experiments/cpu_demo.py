@@ -15,6 +15,7 @@ import sys
 from absl import app, flags
 
 from mod_jax import outputs
+from mod_jax.evaluation import tables
 from mod_jax.training.rows import read_metrics
 
 OUT = flags.DEFINE_string("out", "runs/cpu_demo", "Folder of all runs.")
@@ -47,10 +48,11 @@ def train(variant: str, seed: str, workdir: pathlib.Path) -> None:
 
 def table_row(variant: str, seed: str, workdir: pathlib.Path) -> str:
     row = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval/topk_loss" in row][-1]
-    cells = [variant, seed, f"{row['step']}", f"{row['eval/topk_loss']:.3f}"]
+    losses = {loss.selection: loss for loss in tables.held_out_losses(row)}
+    cells = [variant, seed, f"{row['step']}", f"{losses['topk'].loss:.3f}"]
     for selection in ("predictor", "threshold"):
-        for key, form in ((f"eval/causal_loss/{selection}", "{:.3f}"), (f"eval/gap/{selection}", "{:+.4f}")):
-            cells.append(form.format(row[key]) if key in row else "")
+        found = losses.get(selection)
+        cells += [f"{found.loss:.3f}", f"{found.gap:+.4f}"] if found else ["", ""]
     cells.append(form_range(row, "realised_capacity/predictor"))
     cells.append(form_range(row, "recall/predictor"))
     return f"| {' | '.join(cells)} |"

@@ -4,7 +4,7 @@ Prints the top-k loss, each causal loss with its gap, the capacity realised and 
 block is calibrated. Exit codes: 0 done; 2 config; 4 storage; 5 data; 7 checkpoint refused; 1 anything else, a leak too.
 """
 
-from absl import app, flags, logging
+from absl import app, flags
 
 from mod_jax import cli, outputs
 
@@ -13,6 +13,7 @@ STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; default: the 
 CAPACITY = flags.DEFINE_float(
     "capacity", None, "Shift the cut-offs of selection `threshold` to this budget, in (0, 1]."
 )
+CONTEXT = flags.DEFINE_integer("context", None, "Tokens per window, from data.seq_len on; default: data.seq_len.")
 OUT = flags.DEFINE_string("out", None, "Also write the numbers to this JSON file.")
 
 
@@ -24,8 +25,7 @@ def main(argv: list[str]) -> int:
             outputs.check_place("out", OUT.value)
         from mod_jax.evaluation.finished import evaluate_run  # after flag errors: importing JAX takes seconds
 
-        logging.set_verbosity(logging.ERROR)  # Orbax warns that what was opened read-only is read-only
-        metrics, lines = evaluate_run(WORKDIR.value, STEP.value, CAPACITY.value)
+        metrics, lines = evaluate_run(WORKDIR.value, STEP.value, CAPACITY.value, context=CONTEXT.value)
         print("\n".join(lines))
         if OUT.value is not None:
             outputs.write_json(OUT.value, metrics)

@@ -8,7 +8,7 @@ import os
 import pathlib
 import sys
 
-from absl import app, flags, logging
+from absl import app, flags
 
 from mod_jax import cli
 
@@ -24,13 +24,22 @@ SEED = flags.DEFINE_integer("seed", 0, "Of the random choices.")
 STOP = flags.DEFINE_multi_string("stop", [], "Text that ends a completion; may be repeated.")
 STOP_TOKEN = flags.DEFINE_multi_integer("stop_token", [], "Token id that ends a completion; may be repeated.")
 TRUNCATE = flags.DEFINE_bool("truncate", False, "Keep the end of a prompt that is too long, in place of refusing it.")
-SELECTION = flags.DEFINE_string("selection", None, "router, predictor or threshold; default: predictor if trained.")
+SELECTION = flags.DEFINE_string(
+    "selection",
+    None,
+    "router, predictor or threshold; default: the one that was calibrated best at the last evaluation.",
+)
+CONTEXT = flags.DEFINE_integer(
+    "context", None, "Longest sequence, prompt and new tokens together; default: model.context of the run."
+)
 CAPACITY = flags.DEFINE_float(
     "capacity", None, "Compute budget in (0, 1]: shifts the cut-offs of selection `threshold`, on held-out text."
 )
 DRAFTS = flags.DEFINE_integer(
     "drafts", 0, "Draft so many tokens per step without the routed blocks, then verify them at once; 0: do not."
 )
+
+MAX_PROMPT_BYTES = 2**24
 
 
 def main(argv: list[str]) -> int:
@@ -41,7 +50,6 @@ def main(argv: list[str]) -> int:
 def run() -> None:
     from mod_jax import sampling  # after flag errors: importing JAX takes seconds
 
-    logging.set_verbosity(logging.ERROR)  # Orbax warns that what was opened read-only is read-only
     options = dict(
         max_new_tokens=MAX_NEW_TOKENS.value,
         temperature=TEMPERATURE.value,
@@ -54,8 +62,10 @@ def run() -> None:
     )
     sampling.Options(**options)  # refuses bad values before anything is loaded
     prompts = read_prompts()
-    sampler = make_sampler()
-    say(sampler.describe(len(prompts)))
+    sampler, notes = make_sampler()
+    sampler.check(prompts, **options)
+    for note in [sampler.describe(len(prompts)), *notes]:
+        say(note)
 
     single = len(prompts) == 1
     completions = sampler.generate(prompts, on_text=show if single else None, **options)
@@ -71,33 +81,53 @@ def run() -> None:
 
 
 def make_sampler():
-    """The sampler of the run, under the budget asked for."""
+    """(the sampler of the run, under the budget asked for; what a person should know of it)."""
     from mod_jax import sampling
-    from mod_jax.evaluation import budget
+    from mod_jax.evaluation import budget, tables
 
-    model = sampling.restore(WORKDIR.value, STEP.value)
-    if CAPACITY.value is None:
-        return sampling.Sampler(model, SELECTION.value, num_drafts=DRAFTS.value)
-    if SELECTION.value not in (None, "threshold"):
+    if CAPACITY.value is not None and SELECTION.value not in (None, "threshold"):
         raise sampling.RequestError(
             f"capacity shifts the cut-offs of selection 'threshold', not of {SELECTION.value!r}"
         )
+    model = sampling.restore(WORKDIR.value, STEP.value, context=CONTEXT.value)
+    if CAPACITY.value is None:
+        sampler = sampling.Sampler(model, SELECTION.value, num_drafts=DRAFTS.value)
+        return sampler, tables.warnings(model.evaluation or {}, [sampler.selection])
+    budget.check_capacity(model, CAPACITY.value)
     shifted = budget.calibrate(model, CAPACITY.value, budget.held_out_batches(model))
-    say(f"cut-offs for capacity {CAPACITY.value:g}: {', '.join(f'{cutoff:.4f}' for cutoff in shifted.cutoffs_L)}")
     budgeted = dict(cutoffs_L=shifted.cutoffs_L, capacity_L=shifted.capacity_L)
-    return sampling.Sampler(model, "threshold", **budgeted, num_drafts=DRAFTS.value)
+    sampler = sampling.Sampler(model, "threshold", **budgeted, num_drafts=DRAFTS.value)
+    cutoffs = ", ".join(f"{cutoff:.4f}" for cutoff in shifted.cutoffs_L)
+    return sampler, [f"cut-offs for capacity {CAPACITY.value:g}: {cutoffs}"]
 
 
 def read_prompts() -> list[bytes]:
+    """The prompts of the command line, then those of files; without any, all of stdin."""
     from mod_jax.errors import RequestError
 
     prompts = [os.fsencode(prompt) for prompt in PROMPT.value]
     for path in PROMPT_FILE.value:
+        name = f"prompt_file = {path!r}"
         try:
-            prompts.append(pathlib.Path(path).expanduser().read_bytes())
-        except OSError as error:
-            raise RequestError(f"prompt_file = {path!r}: cannot be read ({error.strerror})") from None
-    return prompts or [sys.stdin.buffer.read()]
+            file = pathlib.Path(path).expanduser().open("rb")
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            raise RequestError(f"{name}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        with file:
+            prompts.append(read_prompt(file, name))
+    return prompts or [read_prompt(sys.stdin.buffer, "stdin")]
+
+
+def read_prompt(file, name: str) -> bytes:
+    """Everything in an open file; refused where it is more than any prompt, or without end."""
+    from mod_jax.errors import RequestError
+
+    try:
+        text = file.read(MAX_PROMPT_BYTES + 1)
+    except OSError as error:
+        raise RequestError(f"{name}: cannot be read ({error.strerror})") from None
+    if len(text) > MAX_PROMPT_BYTES:
+        raise RequestError(f"{name}: more than {MAX_PROMPT_BYTES:,} bytes, which no context holds")
+    return text
 
 
 def show(_: int, text: str) -> None:

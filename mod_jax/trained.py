@@ -1,32 +1,45 @@
 """A trained model as its run left it: config, parameters and cut-offs from a checkpoint, and the tokenizer."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 from jax.sharding import SingleDeviceSharding
 
 from mod_jax import config as config_lib
 from mod_jax import paths
+from mod_jax.analysis.routing_stats import capacities, capacity_error
 from mod_jax.config import Config
 from mod_jax.data import tokenizers
 from mod_jax.data.corpus import prepare_corpus
 from mod_jax.errors import CheckpointMismatch, ConfigError, DataError, RequestError, StorageError
-from mod_jax.models.model import Model, make_model
+from mod_jax.models.model import Model, Weights, make_model
 from mod_jax.training.checkpoint import Checkpointer
 
 CHECKPOINTS = "checkpoints"  # folder in the workdir of a run
 TOKENIZER = "tokenizer"  # likewise
+MAX_CONTEXT = 2**17  # a float32 angle is then wrong by 1/128 at most
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """What sampling needs of a run. `cutoffs_L` is the cut-off of selection "threshold" per routed block."""
+    """What sampling and evaluation need of a run.
+
+    Attributes:
+      cutoffs_L: the cut-off of selection "threshold" per routed block.
+      step: of the checkpoint.
+      metadata: what the checkpoint says of its run.
+      evaluation: the metrics of the evaluation that was recorded with the checkpoint; None if there was none.
+    """
 
     config: Config
     model: Model
@@ -35,16 +48,26 @@ class TrainedModel:
     tokenizer: tokenizers.Tokenizer
     step: int
     metadata: dict[str, Any]
+    evaluation: dict[str, float] | None = None
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(self.params, self.cutoffs_L)
 
 
-def restore(workdir: str | os.PathLike, step: int | None = None) -> TrainedModel:
+def restore(workdir: str | os.PathLike, step: int | None = None, *, context: int | None = None) -> TrainedModel:
     """Loads the newest good checkpoint of a run, or that of `step`, onto the first device. Writes nothing.
 
     Neither the corpus nor the tokenizer's own file is needed: the tokenizer lies in the workdir.
 
+    Args:
+      context: the longest sequence to sample or score, in place of the run's own; caches are sized by it. Rotary
+        positions have no limit, but positions from `data.seq_len` on were never trained.
+
     Raises:
       StorageError: if there is none, or if its tokenizer is damaged.
       CheckpointMismatch: if it is of another model than its own config describes, or of another tokenizer.
+      RequestError: if the context is out of range.
     """
     workdir = paths.local_folder("--workdir", workdir)
     directory = workdir / CHECKPOINTS
@@ -55,6 +78,8 @@ def restore(workdir: str | os.PathLike, step: int | None = None) -> TrainedModel
         if metadata is None:
             raise StorageError(f"{directory}: there is no finished checkpoint yet")
         config = saved_config(metadata)
+        if context is not None:
+            config = with_context(config, context)
         tokenizer = load_tokenizer(workdir, config, metadata)
         model = make_model(config, config.model.vocab_size or tokenizer.vocab_size)
         here = SingleDeviceSharding(jax.local_devices()[0])
@@ -62,9 +87,16 @@ def restore(workdir: str | os.PathLike, step: int | None = None) -> TrainedModel
         abstract = {"params": model.abstract_params, "cutoffs_L": cutoffs_L}
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract)
         restored = checkpointer.restore_fields(abstract, step)
-    return TrainedModel(
-        config, model, restored.state["params"], restored.state["cutoffs_L"], tokenizer, restored.step, metadata
-    )
+    params, cutoffs_L = restored.state["params"], restored.state["cutoffs_L"]
+    return TrainedModel(config, model, params, cutoffs_L, tokenizer, restored.step, metadata, restored.metrics)
+
+
+def with_context(config: Config, context: int) -> Config:
+    """The config with another longest sequence for sampling."""
+    trained, most = config.data.seq_len, max(MAX_CONTEXT, config.model.context)
+    if isinstance(context, bool) or not isinstance(context, int) or not trained <= context <= most:
+        raise RequestError(f"context = {context!r}: must be an integer in [{trained}, {most}], from data.seq_len on")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, context=context))
 
 
 def as_model(model: TrainedModel | str | os.PathLike) -> TrainedModel:
@@ -158,10 +190,8 @@ def causal_selection(config: Config, selection: str | None = None) -> str:
         if selection is not None:
             raise ConfigError(f"selection = {selection!r}: this model has no routed blocks, so nothing is selected")
         return "none"
-    if not trained:
-        raise ConfigError(
-            f"routing.gate = {config.routing.gate!r}: weighs a token by later ones, so no causal selection exists"
-        )
+    if why_not := why_not_sampled(config):
+        raise ConfigError(why_not)
     if selection is None:
         return "predictor" if "predictor" in trained else trained[0]
     if selection not in trained:
@@ -172,3 +202,31 @@ def causal_selection(config: Config, selection: str | None = None) -> str:
         }.get(selection, " does not exist")
         raise ConfigError(f"selection = {selection!r}:{why}; this run has {', '.join(trained)}")
     return selection
+
+
+def why_not_sampled(config: Config) -> str | None:
+    """Why nothing can be sampled from a model of this config; None if it can."""
+    if config.num_routed and config.routing.gate == "softmax":
+        return "routing.gate = 'softmax': weighs a token by later ones, so no causal selection exists"
+    if config.num_routed and config.routing.score == "stochastic":
+        return "routing.score = 'stochastic' is a control for training: there is nothing to sample with"
+    return None
+
+
+def best_selection(model: TrainedModel) -> tuple[str, str]:
+    """(the causal selection to sample with if none is asked for, why), by the evaluation recorded with the checkpoint.
+
+    The one whose realised capacity is nearest to what top-k keeps: another spends other compute than was trained, and
+    may leave every routed block out.
+    """
+    default = causal_selection(model.config)
+    if len(model.config.causal_selections) < 2:
+        return default, "the only one"
+    errors = {s: capacity_error(model.evaluation or {}, s) for s in (default, *model.config.causal_selections)}
+    errors = {s: error for s, error in errors.items() if error is not None and math.isfinite(error)}
+    if not errors:
+        return default, "the default: no evaluation stands with this checkpoint"
+    best = min(errors, key=errors.get)  # the default first among equals
+    routed = ", ".join(f"{s} {model.evaluation[f'eval/realised_capacity/{s}']:.1%}" for s in errors)
+    kept = np.mean([kept for _, _, kept in capacities(model.evaluation, best)])
+    return best, f"calibrated best when step {model.step} was evaluated: routed {routed}; trained with {kept:.1%}"

@@ -5,12 +5,16 @@ by token and is right where it agrees with membership. Plain NumPy: counts are s
 the end, so that the result does not depend on how the tokens were batched. A ratio with nothing below the line is NaN.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 # Norm of a routed block's update over that of the residual. Below, the block is dead; above, it drowns all others.
 HEALTHY_UPDATE_RATIO = (0.005, 5.0)
+# Mean error of realised capacity, relative to what top-k keeps, from which a selection is not the one that was trained.
+FAR_FROM_CAPACITY = 0.25
 NUM_DECILES = 10
 OF_A_SELECTION = ("accuracy", "precision", "recall", "f1", "realised_capacity")  # the rest is about top-k alone
 
@@ -86,19 +90,37 @@ class RoutingStats:
         )
 
     def metrics(self, selection: str) -> dict[str, float]:
-        """The summary under the keys of metrics.jsonl, naming the causal selection that decided where that matters.
+        """What `selection` decided, under the keys of metrics.jsonl: `routing/block03/recall/predictor`.
 
-        `routing/block03/recall/predictor`, `routing/block03/weight_mean`, `routing/block03/position_share/0`.
+        For "topk" everything else, which is about the members alone: `routing/block03/weight_mean`,
+        `routing/block03/position_share/0`.
         """
         metrics = {}
         for name, values in self.summary().items():
+            if (name in OF_A_SELECTION) == (selection == "topk"):
+                continue
             for depth, value in zip(self.depths, values, strict=True):
-                key = f"routing/{block_name(depth)}/{name}" + (f"/{selection}" if name in OF_A_SELECTION else "")
+                key = f"routing/{block_name(depth)}/{name}" + ("" if selection == "topk" else f"/{selection}")
                 if np.ndim(value):
                     metrics |= {f"{key}/{i}": float(v) for i, v in enumerate(value)}
                 else:
                     metrics[key] = float(value)
         return metrics
+
+
+def capacities(metrics: Mapping[str, Any], selection: str) -> list[tuple[str, float, float]]:
+    """(block, realised capacity under a causal selection, fraction that top-k keeps) of each routed block evaluated."""
+    found = (re.fullmatch(rf"routing/(block\d+)/realised_capacity/{selection}", key) for key in metrics)
+    return [(m[1], metrics[m[0]], metrics[f"routing/{m[1]}/topk_fraction"]) for m in found if m]
+
+
+def capacity_error(metrics: Mapping[str, Any], selection: str) -> float | None:
+    """How far a causal selection is from the capacity of top-k: the mean over blocks of |realised / kept - 1|.
+
+    0 is exact, 1 is what routing nothing gives. None if the selection was not evaluated.
+    """
+    errors = [abs(realised / kept - 1) for _, realised, kept in capacities(metrics, selection)]
+    return float(np.mean(errors)) if errors else None
 
 
 def _divide(numerator, denominator) -> np.ndarray:

@@ -6,6 +6,9 @@ weights that no training ever used, and the loss rises with them (`experiments/b
 L routed blocks in order of depth.
 """
 
+from __future__ import annotations
+
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +19,7 @@ from mod_jax.data.batches import Batch, eval_batches
 from mod_jax.data.corpus import Corpus, prepare_corpus
 from mod_jax.errors import ConfigError, RequestError
 from mod_jax.models.blocks import RoutingRecord
-from mod_jax.trained import TrainedModel
+from mod_jax.trained import TrainedModel, as_model, why_not_sampled
 
 
 class Budget(NamedTuple):
@@ -26,7 +29,9 @@ class Budget(NamedTuple):
     capacity_L: tuple[float, ...]
 
 
-def calibrate(model: TrainedModel, capacity: float | Sequence[float], batches: Sequence[Batch]) -> Budget:
+def calibrate(
+    model: TrainedModel | str | os.PathLike, capacity: float | Sequence[float], batches: Sequence[Batch]
+) -> Budget:
     """Finds the cut-offs at which each routed block selects `capacity` of the tokens of `batches`.
 
     Block by block, first to last: what a block selects changes what later blocks read, and nothing before it.
@@ -38,14 +43,8 @@ def calibrate(model: TrainedModel, capacity: float | Sequence[float], batches: S
     Raises:
       ConfigError: if the model cannot be run by selection "threshold".
     """
-    num_routed = model.config.num_routed
-    if "threshold" not in model.config.causal_selections:
-        raise ConfigError(f"capacity = {capacity}: this model has no cut-offs to shift (no causal routing)")
-    capacities = list(capacity) if isinstance(capacity, Sequence) else [capacity] * num_routed
-    if len(capacities) != num_routed or not all(0 < c <= 1 for c in capacities):
-        raise RequestError(
-            f"capacity = {capacity}: must be in (0, 1]; one number, or {num_routed}, one per routed block"
-        )
+    model = as_model(model)
+    capacities = check_capacity(model, capacity)
 
     @jax.jit
     def route(params, cutoffs_L, tokens_BT, positions_BT, segments_BT) -> RoutingRecord:
@@ -65,6 +64,25 @@ def calibrate(model: TrainedModel, capacity: float | Sequence[float], batches: S
     return Budget(cutoffs_L, tuple(realised))
 
 
+def check_capacity(model: TrainedModel, capacity: float | Sequence[float]) -> list[float]:
+    """The capacity of each routed block.
+
+    Raises:
+      ConfigError: if the model cannot be run by selection "threshold".
+      RequestError: if the capacity is out of range, or of another number of blocks.
+    """
+    config, num_routed = model.config, model.config.num_routed
+    if "threshold" not in config.causal_selections or why_not_sampled(config):
+        why = why_not_sampled(config) or "no block of this model is routed"
+        raise ConfigError(f"capacity = {capacity}: this model has no cut-offs to shift ({why})")
+    capacities = list(capacity) if isinstance(capacity, Sequence) else [capacity] * num_routed
+    if len(capacities) != num_routed or not all(0 < c <= 1 for c in capacities):
+        raise RequestError(
+            f"capacity = {capacity}: must be in (0, 1]; one number, or {num_routed}, one per routed block"
+        )
+    return capacities
+
+
 def cutoff_between(scores: np.ndarray, capacity: float) -> np.float32:
     """The cut-off that the nearest possible number to `capacity` * len of the increasing `scores` exceed."""
     below = scores.size - round(capacity * scores.size)
@@ -77,8 +95,9 @@ def cutoff_between(scores: np.ndarray, capacity: float) -> np.float32:
     return middle if middle < high else low
 
 
-def held_out_batches(model: TrainedModel, corpus: Corpus | None = None) -> list[Batch]:
+def held_out_batches(model: TrainedModel | str | os.PathLike, corpus: Corpus | None = None) -> list[Batch]:
     """The run's own held-out windows. `corpus`: the prepared corpus, if it is at hand."""
+    model = as_model(model)
     config = model.config
     corpus = corpus or prepare_corpus(config.data, model.tokenizer)
     return eval_batches(

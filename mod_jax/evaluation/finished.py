@@ -1,8 +1,11 @@
 """The evaluation of a finished run: every held-out loss with the selection and the path that produced it.
 
-The causality gate comes first, and is shown to fail under top-k. The numbers are those of `training.evaluate`; in
-addition one held-out row goes through all three causal paths (uncached, prefill, step by step), which must agree.
+The causality gate comes first, and top-k is tried on it to see whether it can fail. The numbers are those that
+`Evaluator` gives during training, of causal selections by the uncached forward. In addition one held-out document goes
+through all three causal paths (uncached, prefill, step by step), which must agree.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import os
@@ -13,18 +16,15 @@ import numpy as np
 
 from mod_jax import config as config_lib
 from mod_jax import sharding
-from mod_jax.analysis.routing_stats import block_name
 from mod_jax.config import MeshConfig
 from mod_jax.data.batches import Batch
 from mod_jax.data.corpus import Corpus, describe_corpus, prepare_corpus
-from mod_jax.errors import ConfigError, PathMismatchError
-from mod_jax.evaluation import budget
-from mod_jax.evaluation.evaluator import Evaluator
-from mod_jax.models import flops
+from mod_jax.errors import ConfigError, PathMismatchError, RequestError
+from mod_jax.evaluation import budget, tables
+from mod_jax.evaluation.evaluator import CAUSALITY_TOLERANCE, Evaluator
 from mod_jax.sampling.generate import Sampler
-from mod_jax.trained import TrainedModel, restore
+from mod_jax.trained import TrainedModel, restore, why_not_sampled
 from mod_jax.training.losses import token_cross_entropy
-from mod_jax.training.step import TrainState
 
 PATHS_AGREE = {"float32": 1e-4, "bfloat16": 2e-2}  # nats per token
 
@@ -36,107 +36,102 @@ class HeldOut(NamedTuple):
     lines: list[str]
 
 
-def evaluate_run(workdir: str | os.PathLike, step: int | None = None, capacity: float | None = None) -> HeldOut:
+def evaluate_run(
+    run: str | os.PathLike | TrainedModel,
+    step: int | None = None,
+    capacity: float | None = None,
+    *,
+    context: int | None = None,
+) -> HeldOut:
     """Evaluates a checkpoint of a run on its held-out windows, on one device.
 
     Args:
-      step: of the checkpoint; None for the newest.
+      run: the workdir, or a restored model.
+      step: of the checkpoint; None for the newest. Not with a restored model.
       capacity: shift the cut-offs to this budget first, on every other batch; then the rest alone is evaluated.
+      context: tokens per window, in place of `data.seq_len`; at least as many. Not with a restored model.
 
     Raises:
+      ConfigError: if the config cannot be evaluated so; before anything is computed.
       CausalityError: if a selection that must be causal is not.
       PathMismatchError: if the cached paths disagree with the uncached one.
     """
-    model = restore(workdir, step)
+    if isinstance(run, TrainedModel):
+        if step is not None or context is not None:
+            raise RequestError("step and context: give them to restore(), the model is restored already")
+        model = run
+    else:
+        model = restore(run, step, context=context)
+    if capacity is not None:
+        budget.check_capacity(model, capacity)
+    seq_len = context or model.config.data.seq_len
     corpus = prepare_corpus(model.config.data, model.tokenizer)
-    evaluator = make_evaluator(model, corpus)
+    evaluator = make_evaluator(model, corpus, seq_len)
     lines = [
-        f"step {model.step} of {os.fspath(workdir)}, config {config_lib.fingerprint(model.config)}",
+        f"step {model.step}{'' if run is model else f' of {os.fspath(run)}'}, "
+        f"config {config_lib.fingerprint(model.config)}",
         describe_corpus(corpus),
     ]
-    if corpus.digest != model.metadata["corpus_digest"]:
-        lines.append(f"WARNING: trained on another corpus, digest {model.metadata['corpus_digest'][:12]}")
+    trained_on = model.metadata.get("corpus_digest", corpus.digest)
+    if corpus.digest != trained_on:
+        lines.append(f"WARNING: trained on another corpus, digest {trained_on[:12]}")
     capacity_L = None
     if capacity is not None:
         calibration, evaluator.batches = evaluator.batches[::2], evaluator.batches[1::2]
         if not evaluator.batches:
             raise ConfigError("capacity: needs two batches of held-out windows; raise data.eval_windows")
         shifted = budget.calibrate(model, capacity, calibration)
-        model, capacity_L = (
-            dataclasses.replace(model, cutoffs_L=jax.numpy.asarray(shifted.cutoffs_L)),
-            shifted.capacity_L,
-        )
+        capacity_L = shifted.capacity_L
+        model = dataclasses.replace(model, cutoffs_L=jax.numpy.asarray(shifted.cutoffs_L))
         lines.append(
             f"cut-offs shifted to capacity {capacity:g} on {len(calibration)} other batches: {shifted.cutoffs_L}"
         )
-    state = as_state(model)
     windows = sum(int(np.sum(batch["example_ids_B"] >= 0)) for batch in evaluator.batches)
-    lines.append(f"{windows} held-out windows of {model.config.data.seq_len} tokens")
+    lines.append(f"{windows} held-out windows of {seq_len} tokens")
+    if seq_len > model.config.data.seq_len:
+        lines.append(f"positions from {model.config.data.seq_len} on were never trained")
 
-    selections = model.config.causal_selections
-    for selection in selections:
-        moved = evaluator.check_causal(state, selection)
-        lines.append(f"causality gate: {selection} passed, a new suffix moved prefix logits by {moved:.1e}")
-    if selections:
-        lines.append(f"causality gate: topk fails, as it must: {evaluator.prefix_movement(state, 'topk'):.1e}")
-    metrics = evaluator.evaluate(state)
-    lines += loss_table(model, metrics) + calibration_table(model, metrics)
-    for selection in selections or (None,):
-        lines.append(check_paths(model, selection, first_document(evaluator.batches[0], model), capacity_L))
+    lines += gate_lines(model, evaluator)
+    metrics = evaluator.evaluate(model.weights)
+    as_trained = [s for s in model.config.causal_selections if s != "threshold" or capacity is None]
+    lines += [*tables.loss_table(metrics), *tables.calibration_table(metrics), *tables.warnings(metrics, as_trained)]
+    if why_not := why_not_sampled(model.config):
+        lines.append(f"no cached path to compare with: {why_not}")
+    else:
+        for selection in model.config.causal_selections or (None,):
+            lines.append(check_paths(model, selection, first_document(evaluator.batches[0], model), capacity_L))
     return HeldOut(metrics | {"step": model.step, "data/digest": corpus.digest[:12]}, lines)
 
 
-def make_evaluator(model: TrainedModel, corpus: Corpus) -> Evaluator:
-    """The trainer's own evaluator, on one device whatever the run was trained on."""
-    config = dataclasses.replace(model.config, mesh=MeshConfig(1, 1, 1))
+def make_evaluator(model: TrainedModel, corpus: Corpus, seq_len: int | None = None) -> Evaluator:
+    """The trainer's own evaluator, on one device whatever the run was trained on. `seq_len`: tokens per window."""
+    data = dataclasses.replace(model.config.data, seq_len=seq_len or model.config.data.seq_len)
+    config = dataclasses.replace(model.config, mesh=MeshConfig(1, 1, 1), data=data)
     return Evaluator(config, model.model, sharding.make_mesh(config, jax.local_devices()[:1]), corpus)
 
 
-def as_state(model: TrainedModel) -> TrainState:
-    """What the evaluator reads of a train state."""
-    return TrainState(np.int32(model.step), model.params, (), model.cutoffs_L, np.int32(0))
+def gate_lines(model: TrainedModel, evaluator: Evaluator) -> list[str]:
+    """What the causality gate found: every causal selection passes, and top-k is looked at to see that it does not.
 
-
-def loss_table(model: TrainedModel, metrics: dict[str, float]) -> list[str]:
-    """One line per selection: its path, losses, and the FLOPs that it really spends."""
-    config, vocab_size = model.config, model.config.model.vocab_size or model.tokenizer.vocab_size
-    dense = dataclasses.replace(config, model=dataclasses.replace(config.model, layout="F"))
-    dense_flops = flops.forward_flops(dense, vocab_size).total
-    depths = [block_name(depth) for depth in config.routed_depths]
-
-    def line(selection, path, loss, gap, bits, capacity_L):
-        spent = flops.forward_flops(
-            config, vocab_size, predictor=selection == "predictor", realised_capacity=tuple(capacity_L)
-        ).total
-        routed = f"{np.mean(capacity_L):.1%}" if len(capacity_L) else "-"
-        cost = f"{spent / config.data.seq_len:.4g} ({spent / dense_flops:.1%} of dense)"
-        return f"{selection:<11}{path:<44}{loss:>8.4f}{gap:>9}{bits:>11.4f}{routed:>8}  {cost}"
-
-    path = "training forward, chooses by the future" if config.num_routed else "forward, nothing to choose"
-    kept_L = [metrics[f"routing/{name}/topk_fraction"] for name in depths]
-    lines = [f"{'selection':<11}{'path':<44}{'loss':>8}{'gap':>9}{'bits/byte':>11}{'routed':>8}  FLOPs/token"]
-    lines.append(line("topk", path, metrics["eval/topk_loss"], "", metrics["eval/topk_bits_per_byte"], kept_L))
-    for selection in config.causal_selections:
-        loss, gap, bits = (
-            metrics[f"eval/{name}/{selection}"] for name in ("causal_loss", "gap", "causal_bits_per_byte")
-        )
-        realised_L = [metrics[f"routing/{name}/realised_capacity/{selection}"] for name in depths]
-        lines.append(line(selection, "causal forward, uncached, by masks", loss, f"{gap:+.4f}", bits, realised_L))
-    return lines
-
-
-def calibration_table(model: TrainedModel, metrics: dict[str, float]) -> list[str]:
-    """One line per routed block and causal selection: how its decisions agree with top-k membership."""
-    names = ("accuracy", "precision", "recall", "f1", "realised_capacity")
-    lines = [f"{'block':<9}{'selection':<11}{'base rate':>10}" + "".join(f"{n.split('_')[0]:>11}" for n in names)]
-    for depth in model.config.routed_depths:
-        group = f"routing/{block_name(depth)}"
-        for selection in model.config.causal_selections:
-            numbers = "".join(f"{metrics[f'{group}/{name}/{selection}']:>11.3f}" for name in names)
-            lines.append(
-                f"{block_name(depth):<9}{selection:<11}{metrics[f'{group}/base_rate_accuracy']:>10.3f}{numbers}"
-            )
-    return lines if len(lines) > 1 else []
+    Raises:
+      CausalityError: if a causal selection fails.
+    """
+    if not model.config.num_routed:
+        return []
+    lines = []
+    for selection in model.config.causal_selections:
+        moved = evaluator.check_causal(model.weights, selection)
+        lines.append(f"causality gate: {selection} passed, a new suffix moved prefix logits by {moved:.1e}")
+    moved = evaluator.prefix_movement(model.weights, "topk")
+    if moved > CAUSALITY_TOLERANCE[model.config.model.dtype]:
+        return [*lines, f"causality gate: topk fails, as it must: {moved:.1e}"]
+    if all(block.capacity == 1.0 for block in model.config.blocks):
+        why = "at capacity 1 every token is selected, whatever comes later"
+    elif model.config.routing.score in ("stochastic", "position"):
+        why = f"scores of routing.score = {model.config.routing.score!r} do not depend on the text"
+    else:
+        why = "these rows do not show that the gate can fail"
+    return [*lines, f"causality gate: topk did NOT fail, {moved:.1e}: {why}"]
 
 
 def first_document(batch: Batch, model: TrainedModel) -> np.ndarray:

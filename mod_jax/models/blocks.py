@@ -44,8 +44,8 @@ def make_stream(positions_BT: jax.Array, segments_BT: jax.Array, head_dim: int, 
 class RoutingRecord(NamedTuple):
     """What one routed block did; under a stack of blocks every field gains a leading axis L of routed blocks.
 
-    `cutoff_B` is the smallest selected score of each row. The two sums of squares, over selected tokens, give the ratio
-    of update to residual norm that shows a router feeding itself or a block that died.
+    `cutoff_B` is the C-th largest score of each row, infinite where all of it is padding. The two sums of squares, over
+    selected tokens, give the ratio of update to residual norm that shows a router feeding itself or a block that died.
     """
 
     router_logits_BT: jax.Array
@@ -181,17 +181,18 @@ class RoutedBlock(nnx.Module):
         # x + -0.0 is x bit for bit; x + 0.0 would turn -0.0 into 0.0.
         gated_BCD = jnp.where(live_BC[..., None], gated_BCD, -0.0).astype(x_BTD.dtype)
 
+        selected_BT = jax.vmap(routing.topk_targets, (0, None))(idx_BC, x_BTD.shape[1]) & allowed_BT
         live_x_BCD = jnp.where(live_BC[..., None], x_BCD.astype(jnp.float32), 0.0)
         measured = dict(
             gate_BT=gate_BT,
-            cutoff_B=jnp.min(jnp.where(live_BC, gather(scores_BT, idx_BC), jnp.inf), axis=1),
+            cutoff_B=self.cutoff(scores_BT, selected_BT, stream.segments_BT > 0),
             update_square_sum=jnp.sum(jnp.square(gated_BCD.astype(jnp.float32))),
             residual_square_sum=jnp.sum(jnp.square(live_x_BCD)),
         )
         record = RoutingRecord(
             router_logits_BT=scores_BT,
             predictor_logits_BT=predictor_logits_BT,
-            selected_BT=jax.vmap(routing.topk_targets, (0, None))(idx_BC, x_BTD.shape[1]) & allowed_BT,
+            selected_BT=selected_BT,
             **jax.lax.stop_gradient(measured),
         )
         return scatter_add(x_BTD, idx_BC, gated_BCD), record
@@ -222,6 +223,19 @@ class RoutedBlock(nnx.Module):
             scores_BT = jnp.where(stream.segments_BT > 0, scores_BT, jnp.finfo(jnp.float32).min)
             return jax.nn.softmax(scores_BT, axis=-1) * scores_BT.shape[-1]
         return scores_BT
+
+    def cutoff(self, scores_BT: jax.Array, selected_BT: jax.Array, valid_BT: jax.Array) -> jax.Array:
+        """The cut-off that keeps as many tokens of each row: its C-th largest score. [B].
+
+        Chosen over the row it is the smallest selected score. Chosen by document that one may lie far below: each
+        document has its own smallest one.
+        """
+        if self.topk_per == "document":
+            T = scores_BT.shape[1]
+            select = jax.vmap(routing.select_topk, in_axes=(0, None, 0))
+            idx_BC = select(scores_BT, routing.tokens_kept(T, self.capacity), valid_BT)
+            selected_BT = jax.vmap(routing.topk_targets, (0, None))(idx_BC, T) & valid_BT
+        return jnp.min(jnp.where(selected_BT, scores_BT, jnp.inf), axis=1)
 
     def choose(
         self,

@@ -11,6 +11,7 @@ C * C. The backward pass costs twice the forward pass, except below a stop-gradi
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from mod_jax import routing
 from mod_jax.config import Config
@@ -80,6 +81,24 @@ def forward_flops(
         block_linear, block_attention = block_flops(config, tokens, causal_half)
         linear, attention = linear + block_linear, attention + block_attention
     return Flops(linear, attention, router, predicted, 2 * T * D * vocab_size if unembed else 0.0)
+
+
+def selection_flops(
+    config: Config, vocab_size: int, selection: str, capacity_L: Sequence[float] | None = None
+) -> Flops:
+    """Forward FLOPs of one row whose tokens `selection` chose. Only "predictor" needs the predictors.
+
+    Args:
+      vocab_size: rows of the embedding table.
+      capacity_L: fraction of tokens that each routed block really computed on; None: the count that top-k keeps.
+    """
+    realised = None if capacity_L is None else tuple(map(float, capacity_L))
+    return forward_flops(config, vocab_size, predictor=selection == "predictor", realised_capacity=realised)
+
+
+def dense_flops(config: Config, vocab_size: int) -> Flops:
+    """Forward FLOPs of one row of the dense model of the same width and depth."""
+    return forward_flops(dataclasses.replace(config, model=dataclasses.replace(config.model, layout="F")), vocab_size)
 
 
 def train_flops(config: Config, vocab_size: int, **switches) -> float:

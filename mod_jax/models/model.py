@@ -11,9 +11,23 @@ from mod_jax.models.decoder import Decoder, ModelOutput
 INIT_STREAM = 0  # of the seed; 1 is routing's
 
 
-class Model(NamedTuple):
-    """A decoder without its parameters: apply with `run`, place with `logical_specs`."""
+class Weights(NamedTuple):
+    """What a run has learned: all that evaluation, sampling and analysis read of it.
 
+    `cutoffs_L` is the cut-off of selection "threshold" per routed block, float32.
+    """
+
+    params: dict[str, Any]
+    cutoffs_L: jax.Array
+
+
+class Model(NamedTuple):
+    """A decoder without its parameters: apply with `run`, place with `logical_specs`.
+
+    `vocab_size` is the number of rows of the embedding table, at least the tokenizer's ids.
+    """
+
+    vocab_size: int
     graphdef: Any
     abstract_params: dict[str, Any]
     logical_specs: dict[str, Any]
@@ -35,6 +49,7 @@ def make_model(config: Config, vocab_size: int) -> Model:
 
     graphdef, abstract = nnx.split(nnx.eval_shape(build), nnx.Param)
     return Model(
+        vocab_size,
         graphdef,
         nnx.to_pure_dict(abstract),
         nnx.to_pure_dict(nnx.get_partition_spec(abstract)),

@@ -5,11 +5,13 @@ need no other program. Randomness: token n of a row draws from `fold_in(key(seed
 row's text depends on its prompt and its options, never on its place in the batch or on what else is in it.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
+import math
 import numbers
 import reprlib
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -183,8 +185,11 @@ def shown(value) -> str:
 
 
 def _check_number(name, value, expected, allowed) -> None:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not -sys.float_info.max <= value <= sys.float_info.max or not allowed(value):  # NaN fails too
+    try:
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(float(value))
+    except OverflowError:  # an integer beyond every float
+        is_number = False
+    if not is_number or not allowed(float(value)):
         raise RequestError(f"{name} = {shown(value)}: must be {expected}")
 
 

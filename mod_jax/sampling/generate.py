@@ -6,6 +6,8 @@ when stop strings are looked for. Lengths and batch sizes are rounded up to *buc
 whatever is asked for. What fills a batch up is never run, and changes no result.
 """
 
+from __future__ import annotations  # help() then shows types as they are written here
+
 import itertools
 import math
 import os
@@ -20,7 +22,7 @@ from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling.choice import Options, make_knobs, make_options, row_keys, shown
 from mod_jax.sampling.programs import GenerationState, Programs, Request, serving_layers
 from mod_jax.sampling.text import Completion, Prompt, Row, TextStream, encode_prompt, list_prompts
-from mod_jax.trained import TrainedModel, as_model, causal_selection
+from mod_jax.trained import TrainedModel, as_model, best_selection, causal_selection
 
 MIN_BUCKET = 32
 STEPS_BETWEEN_STOP_CHECKS = 16
@@ -34,8 +36,8 @@ class Sampler:
         model: TrainedModel | str | os.PathLike,
         selection: str | None = None,
         *,
-        cutoffs_L: jax.Array | None = None,
-        capacity_L: tuple[float, ...] | None = None,
+        cutoffs_L: Sequence[float] | jax.Array | None = None,
+        capacity_L: Sequence[float] | None = None,
         overflow: str = "grow",
         num_drafts: int = 0,
     ):
@@ -43,7 +45,7 @@ class Sampler:
 
         Args:
           model: as `restore` gives it, or the workdir of a run.
-          selection: a causal one that was trained; None for the default (see `causal_selection`).
+          selection: a causal one that was trained; None for the one that is calibrated best (see `best_selection`).
           cutoffs_L: in place of the model's own, for selection "threshold" (see `budget.calibrate`).
           capacity_L: the fraction that each routed block is expected to select, to size caches; None: as in training.
           overflow: what to do when a row needs more slots than it has: "grow" the cache, or raise an "error".
@@ -57,9 +59,23 @@ class Sampler:
         if num_drafts and not model.config.num_routed:
             raise RequestError(f"num_drafts = {num_drafts}: a dense model has no routed blocks to leave out")
         self.config, self.tokenizer = model.config, model.tokenizer
+        for name, values_L in (("cutoffs_L", cutoffs_L), ("capacity_L", capacity_L)):
+            if values_L is not None and np.shape(values_L) != (model.config.num_routed,):
+                raise RequestError(
+                    f"{name} = {shown(values_L)}: must be {model.config.num_routed} numbers, one per routed block"
+                )
+        if selection is None and model.config.num_routed:
+            if cutoffs_L is not None:
+                selection, self._why = "threshold", "which the given cut-offs are for"
+            else:
+                selection, self._why = best_selection(model)
+        else:
+            self._why = ""
         self.selection = causal_selection(model.config, selection)
         self._cutoffs_L = model.cutoffs_L if cutoffs_L is None else jnp.asarray(cutoffs_L, jnp.float32)
-        self._capacity_L = capacity_L or tuple(block.capacity for block in self.config.blocks if block.kind == "R")
+        self._capacity_L = tuple(capacity_L or ()) or tuple(
+            block.capacity for block in self.config.blocks if block.kind == "R"
+        )
         self._overflow, self._growth = overflow, 0
 
         on = jax.default_backend()
@@ -91,16 +107,18 @@ class Sampler:
         )
 
     def describe(self, batch_size: int, num_positions: int | None = None) -> str:
-        """The selection and the memory of the caches, dense against routed, for a person."""
+        """The selection and why it is this one, the memory of the caches, dense against routed; for a person."""
         positions = num_positions or self.config.model.context
-        slots = self._slots(positions)
-        ours = cache_lib.cache_bytes(self.config, batch_size, slots)
-        full = cache_lib.cache_bytes(self.config, batch_size, (positions,) * len(slots))
+        slots, rows = self._slots(positions), batch_bucket(batch_size)
+        ours = cache_lib.cache_bytes(self.config, rows, slots)
+        full = cache_lib.cache_bytes(self.config, rows, (positions,) * len(slots))
         trained = ", ".join(self.config.causal_selections) or "none, the model is dense"
-        return (
-            f"selection {self.selection} (trained: {trained}); cache for {batch_size} x {positions} positions "
-            f"{ours / 2**20:.2f} MiB, {ours / full:.3f} of a dense model's {full / 2**20:.2f} MiB"
+        text = (
+            f"selection {self.selection} (trained: {trained}){self._why and ', ' + self._why}; cache for {rows} x "
+            f"{positions} positions {ours / 2**20:.2f} MiB, {ours / full:.3f} of a dense model's {full / 2**20:.2f} MiB"
         )
+        seq_len = self.config.data.seq_len
+        return text + (f"; positions from {seq_len} on were never trained" if positions > seq_len else "")
 
     def warm_up(
         self, batch_sizes: Sequence[int] = (1,), prompt_lengths: Sequence[int] = (1,), max_new_tokens: int | None = None
@@ -115,7 +133,7 @@ class Sampler:
           max_new_tokens: as in the calls to come; None: up to the context.
         """
         context, before = self.config.model.context, self.num_programs
-        options = Options(max_new_tokens=max_new_tokens)
+        Options(max_new_tokens=max_new_tokens)  # refuses a bad one
         for name, sizes, largest in (
             ("batch_sizes", batch_sizes, math.inf),
             ("prompt_lengths", prompt_lengths, context - (max_new_tokens or 1)),
@@ -124,8 +142,8 @@ class Sampler:
                 if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size <= largest:
                     raise RequestError(f"{name}: {shown(size)} must be an integer in [1, {largest}]")
         for batch_size, length in itertools.product(batch_sizes, prompt_lengths):
-            rows = self._rows([[1] * (length - 1)] * batch_size, [options] * batch_size)
-            request, state, _ = self._start(rows, [options] * batch_size)
+            prompts = [[1] * (length - 1)] * batch_size
+            request, state, _ = self._start(*self._rows(prompts, None, dict(max_new_tokens=max_new_tokens)))
             self._advance(self._weights, request, state=state, target=np.int32(0))
         return self.num_programs - before
 
@@ -149,9 +167,7 @@ class Sampler:
           RequestError: naming what cannot be done.
           CacheOverflowError: only if this sampler was told not to grow its caches.
         """
-        prompts = list_prompts(prompts)
-        options = make_options(options, changes, len(prompts))
-        rows = self._rows(prompts, options)
+        rows, options = self._rows(prompts, options, changes)
         stops = any(o.stop_strings for o in options)
         steps = 1 if on_text else STEPS_BETWEEN_STOP_CHECKS if stops else self.config.model.context
         for _ in self._run(rows, options, steps):
@@ -162,9 +178,14 @@ class Sampler:
 
     def stream(self, prompt: Prompt, options: Options | None = None, **changes) -> Iterator[str]:
         """Yields the completion of one prompt piece by piece. Arguments, checked at once, as for `generate`."""
-        options = make_options(options, changes, 1)
-        rows = self._rows([prompt], options)
+        rows, options = self._rows([prompt], options, changes)
         return (row.new_text for _ in self._run(rows, options, 1) for row in rows if row.new_text)
+
+    def check(
+        self, prompts: Prompt | Sequence[Prompt], options: Options | Sequence[Options] | None = None, **changes
+    ) -> None:
+        """Raises the RequestError that `generate` would raise; computes nothing."""
+        self._rows(prompts, options, changes)
 
     def log_likelihoods(self, prompts: Prompt | Sequence[Prompt], *, stepwise: bool = False) -> list[np.ndarray]:
         """log p of each token behind the separator given those before it: by one prefill, or `stepwise` by decoding."""
@@ -186,7 +207,10 @@ class Sampler:
             for index, (prompt, most, option) in enumerate(zip(prompts, max_tokens, options, strict=True))
         ]
 
-    def _rows(self, prompts: list[Prompt], options: list[Options]) -> list[Row]:
+    def _rows(self, prompts, options, changes: dict) -> tuple[list[Row], list[Options]]:
+        """One row per prompt, and the options of each; checked. Arguments as `generate` gets them."""
+        prompts = list_prompts(prompts)
+        options = make_options(options, changes, len(prompts))
         context, vocab_size = self.config.model.context, self.tokenizer.vocab_size
         for option in {id(option): option for option in options}.values():
             wanted = option.max_new_tokens
@@ -197,7 +221,7 @@ class Sampler:
                 if not is_id or not 0 <= token < vocab_size:
                     raise RequestError(f"stop_tokens: {shown(token)} must be an id in [0, {vocab_size})")
         encoded = self._encode(prompts, [context - (option.max_new_tokens or 1) for option in options], options)
-        return [
+        rows = [
             Row(
                 ids,
                 option.max_new_tokens or context - ids.size,
@@ -207,6 +231,7 @@ class Sampler:
             )
             for ids, option in zip(encoded, options, strict=True)
         ]
+        return rows, options
 
     def _run(self, rows: list[Row], options: list[Options], steps: int) -> Iterator[None]:
         """Generates for all rows; yields after every `steps` steps, with what is new in the rows."""

@@ -1,5 +1,7 @@
 """From prompts to token ids, and from token ids to text as it can be shown so far."""
 
+from __future__ import annotations
+
 import codecs
 import dataclasses
 from collections.abc import Sequence
@@ -44,10 +46,10 @@ def encode_prompt(
       RequestError: if it is too long, not text, or holds ids outside the vocabulary.
     """
     is_text = isinstance(prompt, str | bytes)
-    if not is_text and not isinstance(prompt, Sequence | np.ndarray):
-        raise RequestError(f"{name} = {shown(prompt)}: must be text or a list of token ids")
+    if not is_text and (not isinstance(prompt, Sequence | np.ndarray) or getattr(prompt, "ndim", 1) != 1):
+        raise RequestError(f"{name} = {shown(prompt)}: must be text or a flat list of token ids")
     if not truncate:
-        least = _least_tokens(tokenizer, prompt) if is_text else len(prompt) if np.ndim(prompt) else 1
+        least = _least_tokens(tokenizer, prompt) if is_text else len(prompt)
         if least > max_tokens:
             raise _too_long(name, f"at least {least}", max_tokens)
     ids = _encode_text(tokenizer, prompt, name) if is_text else _check_ids(tokenizer, prompt, name)
@@ -84,7 +86,7 @@ def _check_ids(tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray, name: s
     """Token ids without the leading separator, each in the vocabulary."""
     refused = RequestError(f"{name} = {shown(prompt)}: must be text or a flat list of token ids")
     if isinstance(prompt, np.ndarray):
-        if prompt.ndim != 1 or (prompt.size and not np.issubdtype(prompt.dtype, np.integer)):
+        if prompt.size and not np.issubdtype(prompt.dtype, np.integer):
             raise refused
     elif not all(map(_is_integer, prompt)):
         raise refused

@@ -43,11 +43,12 @@ class _DamageError(Exception):
 
 
 class Restored(NamedTuple):
-    """What came back: `state` is the train state, or the parameters alone from `restore_params`."""
+    """What came back: `state` is the train state, or the parameters alone from `restore_params`; `metrics` as saved."""
 
     step: int
     state: Any
     metadata: dict[str, Any]
+    metrics: dict[str, float] | None
 
 
 class Checkpointer:
@@ -83,7 +84,7 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             create=not read_only,
             cleanup_tmp_directories=not read_only,
-            read_only=read_only,
+            # Not its own `read_only`, which only adds two warnings: it writes nothing but in `save`, refused below.
             preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
@@ -287,7 +288,7 @@ class Checkpointer:
         if changed:
             raise _DamageError(f"{len(changed)} of {len(wanted)} leaves changed on disk, first {changed[0]}")
         state = jax.tree.unflatten(jax.tree.structure(abstract), [restored[path] for path in wanted])
-        return Restored(step, state, record["metadata"])
+        return Restored(step, state, record["metadata"], record["metrics"])
 
     def _read_record(self, step: int) -> dict[str, Any]:
         directory = self._directory / str(step) / "record"

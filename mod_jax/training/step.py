@@ -13,7 +13,7 @@ import optax
 
 from mod_jax.config import Config
 from mod_jax.models.blocks import RoutingRecord
-from mod_jax.models.model import Model
+from mod_jax.models.model import Model, Weights
 from mod_jax.training.losses import LossSums, loss_sums, objective
 from mod_jax.training.optimizer import make_optimizer, make_schedule
 
@@ -29,6 +29,10 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     cutoffs_L: jax.Array
     bad_steps: jax.Array  # consecutive non-finite steps
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(self.params, self.cutoffs_L)
 
 
 class StepSums(NamedTuple):

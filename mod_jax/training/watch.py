@@ -9,6 +9,7 @@ from mod_jax.analysis.report import write_report
 from mod_jax.analysis.routing_stats import HEALTHY_UPDATE_RATIO, block_name
 from mod_jax.config import Config
 from mod_jax.errors import NumericsError
+from mod_jax.evaluation import tables
 from mod_jax.evaluation.evaluator import Evaluator
 from mod_jax.training.console import Console
 from mod_jax.training.interval import Interval
@@ -103,16 +104,16 @@ class Watch:
         """Evaluates, writes the row and says the result."""
         self.flush()
         with self.pause():
-            metrics = evaluator.evaluate(state)
+            metrics = evaluator.evaluate(state.weights)
         self._write(metrics)
-        self.say(f"step {step}/{self._num_steps}  {describe_eval(metrics)}")
+        self.say(f"step {step}/{self._num_steps}  {tables.log_line(metrics)}")
         return metrics
 
     def finish(self, evaluator: Evaluator, state: TrainState, workdir: pathlib.Path) -> None:
         """Draws the report and says in a few lines how the run ended."""
         self.flush()
         self._writer.flush()
-        pieces, records = evaluator.records(state)
+        pieces, records = evaluator.records(state.weights)
         rows = []
         if jax.process_index() == 0:  # alone has the rows
             rows = read_metrics(workdir / "metrics.jsonl")
@@ -121,7 +122,7 @@ class Watch:
         tokens, total_flops = self._step * self._tokens_per_step, self._step * self._flops_per_step
         self.say(f"trained on {tokens:,} tokens with {total_flops:.3g} FLOPs; plots in {workdir / 'report'}")
         for row in [row for row in rows if "eval/topk_loss" in row][-1:]:
-            self.say("\n".join(summary_table(row)))
+            self.say("\n".join([*tables.loss_table(row), *tables.warnings(row)]))
         self.say(f"DONE at step {self._step}")
 
     def __enter__(self):
@@ -155,27 +156,3 @@ class Watch:
                 self._warned.add(name)
                 meaning = "it has died" if ratio < low else "it drowns the other blocks"
                 self.say(f"WARNING {block_name(depth)}: update/residual norm {ratio:.3g} ({meaning}); said once")
-
-
-def describe_eval(metrics: dict[str, Any]) -> str:
-    """Held-out losses on one line, each with the selection that produced it."""
-    parts = [f"held out: top-k loss {metrics['eval/topk_loss']:.4f}"]
-    for key, loss in metrics.items():
-        if key.startswith("eval/causal_loss/"):
-            selection = key.split("/")[-1]
-            gap, routed = metrics[f"eval/gap/{selection}"], metrics[f"eval/realised_capacity/{selection}"]
-            parts.append(f"{selection} {loss:.4f} (gap {gap:+.4f}, routed {routed:.1%})")
-    return ", ".join(parts)
-
-
-def summary_table(metrics: dict[str, Any]) -> list[str]:
-    """The last evaluation as lines of a table, one per selection."""
-    causal = [key.split("/")[-1] for key in metrics if key.startswith("eval/causal_loss/")]
-    lines = [f"{'held out under':<16}{'nats/token':>11}{'bits/byte':>11}{'minus top-k':>13}{'routed':>9}"]
-    name = "top-k" if causal else "no routing"
-    lines.append(f"{name:<16}{metrics['eval/topk_loss']:>11.4f}{metrics['eval/topk_bits_per_byte']:>11.4f}")
-    for s in causal:
-        loss, bits = metrics[f"eval/causal_loss/{s}"], metrics[f"eval/causal_bits_per_byte/{s}"]
-        gap, routed = metrics[f"eval/gap/{s}"], metrics[f"eval/realised_capacity/{s}"]
-        lines.append(f"{s:<16}{loss:>11.4f}{bits:>11.4f}{gap:>+13.4f}{routed:>9.1%}")
-    return lines

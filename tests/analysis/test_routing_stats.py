@@ -86,12 +86,22 @@ def test_batching_does_not_matter():
 
 
 def test_metrics_are_named_by_depth_and_by_the_selection_that_decided():
-    metrics = _stats(topk="01001000", decided="01110000").metrics("predictor")
+    stats = _stats(topk="01001000", decided="01110000")
+    metrics = stats.metrics("topk") | stats.metrics("predictor")
     assert metrics["routing/block03/recall/predictor"] == 0.5
     assert metrics["routing/block03/realised_capacity/predictor"] == 3 / 8
     assert metrics["routing/block03/topk_fraction"] == 2 / 8
     assert sum(metrics[f"routing/block03/position_share/{i}"] for i in range(10)) == pytest.approx(1.0)
     assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_the_error_of_a_capacity_is_the_mean_over_blocks():
+    """A block that nobody enters is not made up for by one that twice as many do."""
+    metrics = {}
+    for block, realised in (("block01", 0.0), ("block03", 0.25)):
+        metrics |= {f"routing/{block}/topk_fraction": 0.125, f"routing/{block}/realised_capacity/router": realised}
+    assert routing_stats.capacity_error(metrics, "router") == 1.0  # (|0 - 1| + |2 - 1|) / 2
+    assert routing_stats.capacity_error(metrics, "predictor") is None
 
 
 def test_wrong_number_of_blocks_is_refused():

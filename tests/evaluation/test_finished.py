@@ -1,5 +1,9 @@
 """From a trained run's workdir to text and to a report: what is read, what is printed, which exit code."""
 
+import contextlib
+import dataclasses
+import io
+import os
 import subprocess
 import sys
 
@@ -10,8 +14,15 @@ import pytest
 from mod_jax import sampling
 from mod_jax.config import make_config
 from mod_jax.data.corpus import prepare_corpus
-from mod_jax.errors import CausalityError, CheckpointMismatch, PathMismatchError, StorageError
-from mod_jax.evaluation import finished
+from mod_jax.errors import (
+    CausalityError,
+    CheckpointMismatch,
+    ConfigError,
+    PathMismatchError,
+    RequestError,
+    StorageError,
+)
+from mod_jax.evaluation import finished, tables
 from mod_jax.training import loop
 
 RUN = {
@@ -30,9 +41,11 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """A run of thirty steps."""
+    """A run of thirty steps; what it said is in `said.txt`."""
     directory = tmp_path_factory.mktemp("run")
-    loop.train(make_config(**RUN), directory)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        loop.train(make_config(**RUN), directory)
+    (directory / "said.txt").write_text(said.getvalue())
     return directory
 
 
@@ -68,19 +81,18 @@ def test_s3_the_evaluation_shows_both_losses_the_gap_and_what_was_spent(workdir)
         assert metrics[f"eval/gap/{selection}"] == pytest.approx(gap)
         assert f"causality gate: {selection} passed" in text
         assert f"paths agree: {selection}" in text
-        row = next(line for line in lines if line.startswith(f"{selection} ") and "causal forward, uncached" in line)
+        row = next(line for line in lines if line.startswith(f"{selection} "))
         assert f"{gap:+.4f}" in row
         assert f"{metrics[f'eval/realised_capacity/{selection}']:.1%}" in row
-        assert "of dense)" in row
-    assert any(line.startswith("topk ") and "chooses by the future" in line for line in lines)
+    assert any(line.startswith("top-k ") for line in lines)
     assert "causality gate: topk fails, as it must" in text
     assert "block01" in text
     assert f"digest {metrics['data/digest']}" in text
 
 
 def test_the_gate_runs_before_any_causal_loss_and_stops_the_evaluation(workdir, monkeypatch):
-    monkeypatch.setattr(finished.Evaluator, "prefix_movement", lambda self, state, selection: 0.1)
-    monkeypatch.setattr(finished.Evaluator, "evaluate", lambda self, state: pytest.fail("a loss before the gate"))
+    monkeypatch.setattr(finished.Evaluator, "prefix_movement", lambda self, weights, selection: 0.1)
+    monkeypatch.setattr(finished.Evaluator, "evaluate", lambda self, weights: pytest.fail("a loss before the gate"))
     with pytest.raises(CausalityError, match="predictor"):
         finished.evaluate_run(workdir)
 
@@ -113,7 +125,9 @@ def test_sample_streams_text_to_stdout_and_tells_the_rest_on_stderr(workdir):
     assert code == 0, err
     expected = sampling.generate(workdir, "a🦊", temperature=0, max_new_tokens=8)[0]
     assert out == expected.text + "\n"
-    assert "selection predictor (trained: predictor, threshold)" in err
+    # After thirty steps the predictor says yes to nobody.
+    assert "selection threshold (trained: predictor, threshold), calibrated best when step 30 was evaluated: " in err
+    assert "routed predictor 0.0%, threshold" in err
     assert "of a dense model's" in err
     assert "8 tokens in 7 steps, ended by length" in err
 
@@ -139,6 +153,7 @@ def test_sample_takes_several_prompts_files_and_a_budget(workdir, tmp_path):
     [
         ("mod_jax.sample", ["--temperature=-1"], 2, "temperature = -1.0: must be a finite number >= 0"),
         ("mod_jax.sample", ["--selection=router"], 2, "selection = 'router': was not trained"),
+        ("mod_jax.sample", ["--context=31"], 2, "context = 31: must be an integer in [32, 131072]"),
         ("mod_jax.evaluate", ["--step=7"], 4, "no step 7; available steps: [30]"),
     ],
 )
@@ -160,3 +175,88 @@ def test_cutoffs_are_those_of_the_train_state(workdir):
     assert np.array_equal(model.cutoffs_L, state.cutoffs_L)
     for ours, theirs in zip(jax.tree.leaves(model.params), jax.tree.leaves(state.params), strict=True):
         assert np.array_equal(ours, theirs)
+
+
+def test_the_end_of_a_run_shows_the_evaluation_and_what_is_out_of_order_in_it(workdir):
+    metrics = sampling.restore(workdir).evaluation
+    said = (workdir / "said.txt").read_text()
+    assert tables.log_line(metrics) in said
+    assert "\n".join([*tables.loss_table(metrics), *tables.warnings(metrics), "DONE at step 30"]) in said
+    assert "WARNING predictor routes far from what the model was trained with (block01 0.0% of 25.0%)" in said
+
+
+def test_what_was_never_evaluated_or_badly_calibrated_is_said(workdir):
+    model = sampling.restore(workdir)
+    assert model.evaluation["eval/realised_capacity/predictor"] < 0.01
+    assert sampling.Sampler(model).selection == "threshold"
+    unknown = sampling.Sampler(dataclasses.replace(model, evaluation=None))
+    assert unknown.selection == "predictor"
+    assert "the default: no evaluation stands with this checkpoint" in unknown.describe(1)
+    asked = sampling.Sampler(model, "predictor")
+    assert asked.selection == "predictor"
+    assert "calibrated" not in asked.describe(1)
+    assert any(line.startswith("WARNING predictor routes far") for line in tables.warnings(model.evaluation))
+
+
+def test_a_longer_context_than_trained_samples_scores_and_evaluates(workdir):
+    """Positions are rotary: the first ones see the same, whatever may follow."""
+    model, longer = sampling.restore(workdir), sampling.restore(workdir, context=100)
+    short = sampling.generate(model, "a", temperature=0, selection="threshold")[0]
+    sampler = sampling.Sampler(longer, "threshold")
+    long = sampler.generate("a", temperature=0)[0]
+    assert long.tokens[: len(short.tokens)] == short.tokens
+    assert (long.num_prompt_tokens + len(long.tokens), len(short.tokens)) == (100, 30)
+    assert "cache for 1 x 100 positions" in sampler.describe(1)
+    assert "positions from 32 on were never trained" in sampler.describe(1)
+    text = "x" * 80
+    by_step = sampler.log_likelihoods(text, stepwise=True)[0].sum()
+    assert sampler.log_likelihoods(text)[0].sum() == pytest.approx(by_step, abs=1e-3)
+    metrics, lines = finished.evaluate_run(workdir, context=64)
+    assert any("held-out windows of 64 tokens" in line for line in lines)
+    assert "positions from 32 on were never trained" in lines
+    assert metrics["eval/topk_loss"] != model.evaluation["eval/topk_loss"]
+    for bad in (31, 2**17 + 1, 64.0, True):
+        with pytest.raises(RequestError, match="context = "):
+            sampling.restore(workdir, context=bad)
+
+
+def test_restoring_from_python_is_quiet(workdir):
+    """In a process of its own: Orbax speaks through absl's logger, which pytest holds."""
+    code = f"from mod_jax import sampling; sampling.restore({os.fspath(workdir)!r})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+COMBINATIONS = [
+    {"model.layout": "F"},
+    {"routing.gate": "softmax", "routing.aux_weight": 0.1},
+    {"routing.score": "stochastic", "routing.predictor": False},
+    {"routing.score": "position", "routing.gate": "tanh", "routing.predictor": False},
+    {"model.layout": "R", "routing.gate": "sigmoid", "routing.topk_per": "document", "model.vocab_size": 300},
+    {"routing.capacity": 1.0, "routing.predictor": False, "routing.aux_weight": 0.1},
+]
+
+
+@pytest.mark.parametrize("changes", COMBINATIONS, ids=lambda changes: " ".join(map(str, changes.values())))
+def test_every_kind_of_run_evaluates_its_top_k_loss_at_least(build, changes):
+    sizes = {"model.depth": 2, "data.eval_windows": 8, "train.batch_size": 4, "routing.aux_weight": 0.0}
+    model = build(**{**sizes, **changes})
+    metrics, lines = finished.evaluate_run(model)
+    text = "\n".join(lines)
+    assert np.isfinite(metrics["eval/topk_loss"])
+    assert {key.split("/")[-1] for key in metrics if "causal_loss" in key} == set(model.config.causal_selections)
+    sampled = changes.get("routing.gate") != "softmax" and changes.get("routing.score") != "stochastic"
+    assert ("paths agree" in text) == sampled
+    assert ("no cached path to compare with: routing." in text) == (not sampled)
+    if not model.config.num_routed:
+        assert "gate" not in text
+    elif changes.get("routing.capacity") == 1.0:
+        assert "topk did NOT fail, " in text
+        assert "at capacity 1 every token is selected" in text
+    elif changes.get("routing.score") in ("stochastic", "position"):
+        assert "do not depend on the text" in text
+    else:
+        assert "topk fails, as it must" in text
+    if not sampled or not model.config.num_routed:
+        with pytest.raises(ConfigError, match=r"capacity = 0\.5: this model has no cut-offs to shift"):
+            finished.evaluate_run(model, capacity=0.5)

@@ -473,3 +473,17 @@ def test_r14_rows_on_their_devices_are_never_gathered(tiny_config):
     idx = np.tile(np.arange(4), (8, 1))
     faulty = jax.jit(indexed_by_row, in_shardings=(rows, rows), out_shardings=rows).lower(x, idx).compile()
     assert all_gathers(faulty) != []
+
+
+def test_the_cutoff_keeps_the_share_when_each_document_has_its_own_top_k(build, tools):
+    """Eight documents a row: the smallest selected score is that of the poorest one, and would select far more."""
+    B, T, capacity = 64, 64, 0.125
+    tokens_BT = tools.random_tokens(B, T)
+    segments_BT = np.broadcast_to(1 + np.arange(T, dtype=np.int32) // (T // 8), (B, T))
+    positions_BT = np.broadcast_to(np.arange(T, dtype=np.int32) % (T // 8), (B, T))
+    for topk_per in ("row", "document"):
+        changes = {"routing.topk_per": topk_per, "routing.capacity": capacity, "data.seq_len": T, "model.depth": 2}
+        model = build(**changes)
+        record = jax.jit(model.model.run)(model.params, tokens_BT, positions_BT, segments_BT).routing
+        realised = np.mean(np.asarray(record.router_logits_BT[0]) > np.mean(record.cutoff_B[0]))
+        assert realised == pytest.approx(capacity, rel=0.1), topk_per

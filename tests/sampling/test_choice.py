@@ -1,5 +1,7 @@
 """How a token is chosen: by hand-worked distributions, by frequency, and what is refused."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,6 +90,15 @@ def test_a_row_draws_by_its_own_seed_and_options_whatever_its_batch_mates_ask():
     kept = np.sum(np.asarray(p_BV) > 0, axis=-1)
     assert kept[0] == 1000  # a float32 sum of its probabilities reaches 1 sooner
     assert kept[1:].tolist() == [1, 2, 1]
+
+
+def test_numpy_numbers_are_numbers_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        options = Options(temperature=np.float32(0.5), top_p=np.float16(0.5), top_k=np.int64(3), seed=np.uint8(4))
+        knobs = make_knobs([options, Options(temperature=1e300, top_p=1e-300)])
+    assert [knob_B[0] for knob_B in knobs] == [0.5, 3, 0.5]
+    assert np.isfinite(knobs.temperature_B).all()
 
 
 def test_one_options_for_all_prompts_or_one_per_prompt():

@@ -277,6 +277,9 @@ def test_paths_models_and_samplers_are_told_apart(build, sampler):
         with pytest.raises(RequestError, match="model: must be a workdir or what restore"):
             Sampler(bad)
     assert sampler.log_likelihoods([]) == []
+    for sizes in (dict(cutoffs_L=[0.1, 0.2]), dict(capacity_L=(0.5, 0.5)), dict(cutoffs_L=0.5)):
+        with pytest.raises(RequestError, match=f"{next(iter(sizes))} = .*must be 1 numbers, one per routed block"):
+            Sampler(model, "threshold", **sizes)
 
 
 def test_ids_that_stand_for_nothing_are_never_chosen(build):

@@ -12,7 +12,7 @@ from mod_jax.errors import NumericsError
 from mod_jax.training import watch as watch_lib
 from mod_jax.training.interval import Interval
 from mod_jax.training.rows import MetricWriter, read_metrics
-from mod_jax.training.watch import Watch, describe_eval, summary_table
+from mod_jax.training.watch import Watch
 from mod_jax.tuning import Peak
 
 
@@ -152,23 +152,3 @@ def test_r18_an_update_out_of_proportion_is_said_once_per_block(make_watch, caps
     healthy.after_step(1, step_metrics())
     healthy.flush()
     assert "WARNING" not in capsys.readouterr().out
-
-
-EVAL = {
-    "eval/topk_loss": 2.0,
-    "eval/topk_bits_per_byte": 2.9,
-    "eval/causal_loss/predictor": 2.5,
-    "eval/causal_bits_per_byte/predictor": 3.6,
-    "eval/gap/predictor": 0.5,
-    "eval/realised_capacity/predictor": 0.131,
-}
-
-
-def test_s3_an_evaluation_names_the_selection_of_every_loss():
-    assert describe_eval(EVAL) == "held out: top-k loss 2.0000, predictor 2.5000 (gap +0.5000, routed 13.1%)"
-    header, topk, predictor = summary_table(EVAL)
-    assert header.split() == ["held", "out", "under", "nats/token", "bits/byte", "minus", "top-k", "routed"]
-    assert topk.split() == ["top-k", "2.0000", "2.9000"]
-    assert predictor.split() == ["predictor", "2.5000", "3.6000", "+0.5000", "13.1%"]
-    dense = {name: value for name, value in EVAL.items() if "topk" in name}
-    assert summary_table(dense)[1].split() == ["no", "routing", "2.0000", "2.9000"]
