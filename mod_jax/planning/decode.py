@@ -42,7 +42,7 @@ from mod_jax.planning.report import (
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling.causal import Layers, rows_per_pass
 from mod_jax.sampling.choice import Options, make_knobs, row_keys
-from mod_jax.sampling.generate import MIN_BUCKET, bucket
+from mod_jax.sampling.generate import MIN_BUCKET, batch_bucket, bucket
 from mod_jax.sampling.programs import Programs, Request, serving_layers
 from mod_jax.trained import causal_selection
 
@@ -63,6 +63,7 @@ def make_report(config: Config, topology_name: str, batch_size: int, context: in
     """
     if batch_size < 1:
         raise ConfigError(f"--batch={batch_size}: must be >= 1")
+    asked, batch_size = batch_size, batch_bucket(batch_size)
     longest = config.model.context
     if context is not None and not 2 <= context <= longest:
         raise ConfigError(f"--context={context}: must be in [2, {longest}], the model's context")
@@ -101,6 +102,8 @@ def make_report(config: Config, topology_name: str, batch_size: int, context: in
         "flops": {"model": flops.decode_flops(config, config.model.vocab_size, slots).total},
         "read": bytes_read(config, layers, batch_size, slots, passes, rows),
     }
+    if batch_size != asked:
+        report["notes"].append(f"--batch={asked} is rounded up to {batch_size}, as the sampler does")
     if context not in (None, num_positions):
         report["notes"].append(f"--context={context} is rounded up to {num_positions}, as the sampler does")
     if not compiled.refused:

@@ -100,16 +100,17 @@ def report(tmp_path, monkeypatch):
 
 
 def test_a_report(report):
-    first = report()
+    first = report(batch=5)
     found = json.loads(json.dumps(first))
     assert (found["topology"]["chips"], found["program"], found["selection"]) == (4, "decode", "predictor")
-    assert (found["batch"], found["context"], found["layout"]) == (4, 64, "FRFR")
+    assert (found["batch"], found["context"], found["layout"]) == (6, 64, "FRFR")
+    assert "--batch=5 is rounded up to 6, as the sampler does" in found["notes"]
     memory = found["memory"]
     assert memory["needed"] == memory["argument"] + memory["temp"] + memory["output"] - memory["alias"]
     assert memory["argument"] >= memory["weights"] + memory["cache"]
     assert memory["loading"] == 4 * found["parameters"] + memory["weights"]
     assert memory["cache"] < 0.8 * memory["dense_cache"]
-    assert found["estimate"]["tokens_per_second"] == pytest.approx(4 / found["estimate"]["seconds"])
+    assert found["estimate"]["tokens_per_second"] == pytest.approx(6 / found["estimate"]["seconds"])
     assert found["fits"]
 
     text = plan.describe(found)
@@ -118,7 +119,7 @@ def test_a_report(report):
     flat = " ".join(text.split())
     for part in ("a sampler keeps a model on one chip; the other 3 are free", "not a measurement", "no TPU ran it"):
         assert part in flat
-    assert report()["compile"]["cached"]
+    assert report(batch=6)["compile"]["cached"]
 
 
 @pytest.mark.parametrize("batch", [1, 4])
