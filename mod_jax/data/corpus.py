@@ -23,6 +23,7 @@ from absl import logging
 from mod_jax import outputs
 from mod_jax.config import DataConfig
 from mod_jax.data import cache, sources, tokenizers
+from mod_jax.data.files import printable
 from mod_jax.data.tokenizers import Tokenizer
 from mod_jax.errors import DataError, StorageError
 
@@ -200,7 +201,7 @@ def _write_split(
         if split == "validation":
             bytes_file = files.enter_context(_ArrayFile(directory / "validation_bytes.npy", np.dtype("<i4")))
         for name, text in source.documents(split):
-            place = f"{source.name}, split {split}, document {sources.printable(name)}"
+            place = f"{source.name}, split {split}, document {printable(name)}"
             try:
                 ids = tokenizer.encode(text)
             except UnicodeDecodeError as error:
@@ -213,11 +214,11 @@ def _write_split(
                 held_out[text_digest] += 1
                 meta["starts"].append(meta["tokens"])
                 meta["names"].append(name)
-                bytes_file.append(np.concatenate([[0], tokenizer.count_bytes(text, ids)]))
-                if meta["bytes"] < CHECKED_BYTES:
+                bytes_file.append(np.append(np.int32(0), tokenizer.count_bytes(text, ids)))
+                if meta["bytes"] + len(text) <= CHECKED_BYTES:
                     meta["checked"] += 1
                     meta["altered"] += tokenizer.decode(ids) not in (text, b" " + text)
-            digest.update(tokens_file.append(np.concatenate([[tokenizer.separator_id], ids])))
+            digest.update(tokens_file.append(np.append(np.int32(tokenizer.separator_id), ids)))
             meta["tokens"] += ids.size + 1
             meta["documents"] += 1
             meta["bytes"] += len(text)

@@ -5,14 +5,14 @@ import io
 import os
 import pathlib
 import platform
-import shutil
 import sys
-import uuid
 from collections.abc import Sequence
 
 import tensorflow_datasets as tfds
 
-from mod_jax.data import sources
+from mod_jax.data import cache, sources
+from mod_jax.data.files import one_line
+from mod_jax.errors import DataError
 
 
 class PythonStdlib(tfds.core.GeneratorBasedBuilder):
@@ -50,18 +50,33 @@ def prepare(data_dir: pathlib.Path, split: str) -> Sequence[dict[str, bytes]]:
     Built beside its final place and renamed into it, so that any number of processes may call this at once.
     """
     if not data_dir.exists():
-        scratch = data_dir.with_name(f"{data_dir.name}.{uuid.uuid4().hex}")
-        try:
-            tfds.disable_progress_bar()
-            with contextlib.redirect_stdout(io.StringIO()):  # it announces a download of unknown size
-                _builder(scratch).download_and_prepare()
-            os.rename(scratch, data_dir)
-        except OSError:
-            if not data_dir.exists():  # else another process was first, with the same content
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    return _builder(data_dir).as_data_source(split)
+        with cache.scratch_folder(data_dir) as scratch:
+            _build(scratch)
+            try:
+                os.rename(scratch, data_dir)
+            except OSError:
+                if not data_dir.exists():  # else another process was first, with the same content
+                    raise
+    try:
+        return _builder(data_dir).as_data_source(split)
+    except Exception as error:  # whatever a damaged folder raises
+        raise DataError(
+            f"python_stdlib: {data_dir} is damaged ({one_line(error)}); remove it, and it is made again"
+        ) from error
+
+
+def _build(directory: pathlib.Path) -> None:
+    tfds.disable_progress_bar()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it announces a download of unknown size
+            _builder(directory).download_and_prepare()
+    except (DataError, OSError):
+        raise
+    except Exception as error:  # the writer of its files raises RuntimeError, for a full disk too
+        raise DataError(
+            f"python_stdlib: cannot be prepared in {directory.parent} ({one_line(error)}); "
+            "set MOD_JAX_CACHE to another folder"
+        ) from error
 
 
 def _builder(data_dir: pathlib.Path) -> PythonStdlib:

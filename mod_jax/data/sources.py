@@ -5,33 +5,33 @@ held out, by a hash of their name, so that one stays on its side whatever else i
 source is a string that changes whenever its documents may have: prepared corpora are cached under it.
 """
 
+import collections
 import dataclasses
 import functools
-import gzip
 import hashlib
 import json
 import os
 import pathlib
 import re
 import sysconfig
-import zlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
 from absl import logging
 
+from mod_jax import paths
 from mod_jax.config import DataConfig
+from mod_jax.data.files import Files, find_files, identify_files, one_line, printable, read_file, read_lines, walk
 from mod_jax.errors import ConfigError, DataError
-from mod_jax.outputs import canonical
 
 SPLITS = ("train", "validation")
+SHOWN = 10  # fields of a record in a message
 MIN_STDLIB_FILES = 200
 STDLIB_EXCLUDED = ("test", "tests", "idlelib", "turtledemo", "lib2to3", "pydoc_data", "ensurepip", "encodings") + (
     "site-packages", "dist-packages", "__pycache__"
 )  # fmt: skip
 
 Document = tuple[str, bytes]
-Files = list[tuple[str, pathlib.Path]]  # (name relative to the source's folder, path), sorted by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +72,9 @@ def load(data: DataConfig, directory: pathlib.Path) -> Source:
     if kind == "tfds" and argument:
         return _tfds(argument, data.text_key)
     if kind == "text" and argument:
-        return _text(data.source, _find_files(data.source, argument))
+        return _text(data.source, find_files(data.source, argument))
     if kind == "jsonl" and argument:
-        return _jsonl(data.source, _find_files(data.source, argument, (".jsonl", ".jsonl.gz")), data.text_key)
+        return _jsonl(data.source, find_files(data.source, argument, (".jsonl", ".jsonl.gz")), data.text_key)
     raise ConfigError(
         f"config.data.source = {data.source!r}: must be python_stdlib, synthetic, tfds:NAME, text:PATH or jsonl:PATH"
     )
@@ -89,19 +89,13 @@ def _name_hash(name: str) -> int:
     return int.from_bytes(hashlib.md5(os.fsencode(name)).digest())
 
 
-def printable(name: str | os.PathLike) -> str:
-    """A name as it may stand in a message of one line, whatever bytes it has."""
-    text = os.fspath(name)
-    return text if text.isprintable() else ascii(text)
-
-
 # Python's own standard library: real code, on every machine, no download.
 
 
 def stdlib_files() -> Files:
     """The .py files of the running interpreter's standard library, without tests, tables and vendored packages."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    files = _walk(root, lambda part: part in STDLIB_EXCLUDED, (".py",))
+    files = walk("python_stdlib", root, lambda part: part in STDLIB_EXCLUDED, (".py",), follow_links=False)
     if len(files) < MIN_STDLIB_FILES:
         raise DataError(
             f"python_stdlib: {root} has {len(files)} .py files, need {MIN_STDLIB_FILES} (is this interpreter frozen or "
@@ -113,13 +107,13 @@ def stdlib_files() -> Files:
 def stdlib_documents() -> Iterator[Document]:
     """Yields every file of `stdlib_files` with LF line ends."""
     for name, path in stdlib_files():
-        yield name, path.read_bytes().replace(b"\r\n", b"\n")
+        yield name, read_file("python_stdlib", path).replace(b"\r\n", b"\n")
 
 
 def _python_stdlib(directory: pathlib.Path) -> Source:
     digest = hashlib.sha256()
     for name, text in stdlib_documents():  # two builds of one Python version differ, so the text is the identity
-        digest.update(f"{name} {len(text)}\n".encode() + text)
+        digest.update(f"{name} {len(text)}\n".encode(errors="surrogateescape") + text)
 
     def read(split):
         from mod_jax.data import python_stdlib  # imports tensorflow_datasets: seconds, spared when the corpus is cached
@@ -166,71 +160,50 @@ def _synthetic_text(seed, documents, lines, line_length, letters, copied) -> lis
 # Files: text:PATH and jsonl:PATH.
 
 
-def _find_files(source: str, path: str, suffixes: tuple[str, ...] = ("",)) -> Files:
-    """The file at `path`, or all files below it that end in one of `suffixes` and are not hidden, sorted by name."""
-    root = pathlib.Path(path).expanduser().absolute()
-    if root.is_file():
-        return [(root.name, root)]
-    if not root.is_dir():
-        raise DataError(f"{source}: {root} does not exist; data.source needs a file or a folder")
-    files = _walk(root, lambda part: part.startswith("."), suffixes)
-    if not files:
-        kind = " or ".join(suffix for suffix in suffixes if suffix) or "visible"
-        raise DataError(f"{source}: no {kind} file below {root}")
-    return files
-
-
-def _walk(root: pathlib.Path, skipped: Callable[[str], bool], suffixes: tuple[str, ...]) -> Files:
-    """Every file below `root` with one of the suffixes, unless it or a folder that it lies in is skipped by name."""
-    paths = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not skipped(name)]
-        paths += [pathlib.Path(folder, name) for name in names if name.endswith(suffixes) and not skipped(name)]
-    return sorted((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
-
-
-def _files_identity(files: Files) -> str:
-    stats = [(name, str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for name, path in files]
-    return hashlib.sha256(canonical(stats).encode()).hexdigest()
-
-
 def _has_split_folders(files: Files) -> bool:
     """Whether there are files below train/ and below validation/: then these are the splits, and the rest is unused."""
     return all(any(name.startswith(f"{split}/") for name, _ in files) for split in SPLITS)
-
-
-def _read_file(source: str, path: pathlib.Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{source}: cannot read {path}: {error.strerror}") from None
 
 
 def _text(source: str, files: Files) -> Source:
     """One document per file. One file alone gives its last tenth for validation."""
 
     @functools.cache
-    def texts() -> Files:
-        kept = [(name, path) for name, path in files if _is_text(_read_file(source, path))]
-        if len(kept) < len(files):
-            skipped = len(files) - len(kept)
-            logging.warning("%s: skipped %d of %d files: empty, or not UTF-8 text", source, skipped, len(files))
-        return kept
+    def usable() -> tuple[Files, str]:
+        """The files that are text, and in words why the others are not."""
+        kept, left_out = [], collections.defaultdict(list)
+        for name, path in files:
+            if why := _why_not_text(read_file(source, path)):
+                left_out[why].append(name)
+            else:
+                kept.append((name, path))
+        reasons = ", ".join(f"{len(names)} {why} (first {printable(names[0])})" for why, names in left_out.items())
+        if not kept:
+            raise DataError(
+                f"{source}: none of {len(files)} files is UTF-8 text: {reasons}; to convert one: "
+                "iconv -f LATIN1 -t UTF-8 OLD > NEW"
+            )
+        if reasons:
+            logging.warning("%s: skipped %d of %d files: %s", source, len(files) - len(kept), len(files), reasons)
+        return kept, reasons
 
     def read(split):
+        texts, reasons = usable()
         if _has_split_folders(files):
-            chosen = [(name, path) for name, path in texts() if name.startswith(f"{split}/")]
-        elif len(texts()) == 1:
-            [(name, path)] = texts()
-            yield name, _cut_at_nine_tenths(_read_file(source, path))[split == "validation"]
+            chosen = [(name, path) for name, path in texts if name.startswith(f"{split}/")]
+            if not chosen:
+                raise DataError(f"{source}: no text in split {split!r}; of all files, {reasons}")
+        elif len(texts) == 1:
+            [(name, path)] = texts
+            yield name, _cut_at_nine_tenths(read_file(source, path))[split == "validation"]
             return
         else:
-            held = _held_out_names([name for name, _ in texts()])
-            chosen = [(name, path) for name, path in texts() if (name in held) == (split == "validation")]
+            held = _held_out_names([name for name, _ in texts])
+            chosen = [(name, path) for name, path in texts if (name in held) == (split == "validation")]
         for name, path in chosen:
-            yield name, _read_file(source, path)
+            yield name, read_file(source, path)
 
-    return Source(source, f"text {_files_identity(files)}", read)
+    return Source(source, f"text {identify_files(source, files)}", read)
 
 
 def _held_out_names(names: list[str]) -> set[str]:
@@ -247,11 +220,16 @@ def _cut_at_nine_tenths(text: bytes) -> tuple[bytes, bytes]:
     return text[:cut], text[cut:]
 
 
-def _is_text(text: bytes) -> bool:
+def _why_not_text(text: bytes) -> str | None:
+    if not text:
+        return "empty"
+    if b"\0" in text:
+        return "with NUL bytes, so binary or UTF-16"
     try:
-        return bool(text.decode()) and b"\0" not in text
+        text.decode()
     except UnicodeDecodeError:
-        return False
+        return "not UTF-8"
+    return None
 
 
 def _jsonl(source: str, files: Files, text_key: str) -> Source:
@@ -262,31 +240,26 @@ def _jsonl(source: str, files: Files, text_key: str) -> Source:
         for name, path in files:
             if split_by_folder and not name.startswith(f"{split}/"):
                 continue
-            for number, line in enumerate(_read_lines(source, path), start=1):
+            for number, line in enumerate(read_lines(source, path), start=1):
                 document = f"{name}:{number}"
                 chosen = split_by_folder or held_out(document) == (split == "validation")
                 if chosen and line.strip():
-                    yield document, _json_text(f"{source}: {path}, line {number}", line, text_key)
+                    yield document, _json_text(f"{source}: {printable(path)}, line {number}", line, text_key)
 
-    return Source(source, f"jsonl {text_key} {_files_identity(files)}", read)
-
-
-def _read_lines(source: str, path: pathlib.Path) -> Iterator[bytes]:
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            yield from lines
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{source}: cannot read {path}: {error}") from None
+    return Source(source, f"jsonl {text_key} {identify_files(source, files)}", read)
 
 
 def _json_text(place: str, line: bytes, text_key: str) -> bytes:
+    """The text of one line. Of a field that is there twice, the last counts, as for every reader of JSON."""
     try:
         record = json.loads(line)
+    except RecursionError:
+        raise DataError(f"{place}: not JSON that can be read: nested too deeply") from None
     except ValueError as error:
         raise DataError(f"{place}: not JSON: {error}") from None
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        found = f"fields {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        found = f"fields {sorted(record)[:SHOWN]}" if isinstance(record, dict) else f"a {type(record).__name__}"
         raise DataError(f"{place}: no string under data.text_key = {text_key!r}; found {found}")
     try:
         return text.encode()
@@ -301,12 +274,16 @@ def _tfds(name: str, text_key: str) -> Source:
     """`name` is NAME, NAME/CONFIG, NAME:VERSION or NAME/CONFIG:VERSION, prepared below TFDS_DATA_DIR."""
     source = f"tfds:{name}"
     directory = _prepared_directory(name)
-    prepared = _find_files(source, str(directory))
+    prepared = find_files(source, str(directory))
 
     def read(split):
         import tensorflow_datasets as tfds
 
-        builder = tfds.builder_from_directory(directory)
+        _refuse_foreign_features(source, directory)
+        try:
+            builder = tfds.builder_from_directory(directory)
+        except Exception as error:  # whatever a damaged description raises
+            raise DataError(f"{source}: {directory} is no prepared dataset: {one_line(error)}") from None
         if "train" not in builder.info.splits:
             raise DataError(f"{source}: no split 'train' in {directory}, only {sorted(builder.info.splits)}")
         if text_key not in builder.info.features:
@@ -320,15 +297,18 @@ def _tfds(name: str, text_key: str) -> Source:
                 f"{source}: {directory} is not in the array_record format, all that can be read without TensorFlow; "
                 f"remove it, then {_how_to_prepare(name)}"
             ) from None
-        for i, example in enumerate(examples):
+        for i in range(len(examples)):
             document = f"{stored}[{i}]"
             if own_split or held_out(document) == (split == "validation"):
-                text = example[text_key]
+                try:
+                    text = examples[i][text_key]
+                except Exception as error:  # whatever a damaged file raises
+                    raise DataError(f"{source}: cannot read {document} in {directory}: {one_line(error)}") from None
                 if not isinstance(text, bytes | str):
                     raise DataError(f"{source}: data.text_key = {text_key!r} holds {type(text).__name__}, not text")
                 yield document, text if isinstance(text, bytes) else text.encode()
 
-    return Source(source, f"tfds {text_key} {_files_identity(prepared)}", read)
+    return Source(source, f"tfds {text_key} {identify_files(source, prepared)}", read)
 
 
 def _prepared_directory(name: str) -> pathlib.Path:
@@ -337,12 +317,13 @@ def _prepared_directory(name: str) -> pathlib.Path:
     if not match:
         raise ConfigError(f"config.data.source = 'tfds:{name}': must be tfds:NAME[/CONFIG][:VERSION]")
     dataset, config, version = match.groups()
-    data_dir = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    if "://" in data_dir:
-        raise DataError(f"tfds:{name}: TFDS_DATA_DIR = {data_dir} is remote; copy the prepared dataset to a local disk")
-    root = pathlib.Path(data_dir).expanduser()
+    root = paths.local_folder("TFDS_DATA_DIR", os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     versions: dict[str, list[tuple[int, ...]]] = {}  # of each config ("" for none) that is on disk
-    for info in (root / dataset).glob("**/dataset_info.json"):
+    try:
+        found_infos = list((root / dataset).glob("**/dataset_info.json"))
+    except OSError as error:
+        raise DataError(f"tfds:{name}: cannot read {root / dataset} ({error.strerror})") from None
+    for info in found_infos:
         *found_config, found = info.parent.relative_to(root / dataset).parts or [""]
         wanted = config in (None, "/".join(found_config)) and version in (None, found)
         if wanted and len(found_config) <= 1 and re.fullmatch(r"\d+\.\d+\.\d+", found):
@@ -353,6 +334,25 @@ def _prepared_directory(name: str) -> pathlib.Path:
         raise DataError(f"tfds:{name}: several configs below {root / dataset}; name one of {sorted(versions)}")
     [(found_config, found_versions)] = versions.items()
     return root / dataset / found_config / ".".join(map(str, max(found_versions)))
+
+
+def _refuse_foreign_features(source: str, directory: pathlib.Path) -> None:
+    """Raises DataError if features.json names a class outside TFDS: reading the dataset would import its module."""
+    path = directory / "features.json"
+    try:
+        unread = [json.loads(path.read_bytes())]
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{source}: cannot read {path}: {one_line(error)}") from None
+    while unread:
+        value = unread.pop()
+        if isinstance(value, dict):
+            for key in ("pythonClassName", "type"):
+                named = value.get(key)
+                if isinstance(named, str) and "." in named and not named.startswith("tensorflow_datasets."):
+                    raise DataError(f"{source}: {path} names the class {named!r}, which is not of tensorflow_datasets")
+            unread += value.values()
+        elif isinstance(value, list):
+            unread += value
 
 
 def _how_to_prepare(name: str) -> str:

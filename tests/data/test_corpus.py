@@ -1,5 +1,6 @@
 """A corpus is what its source says, whoever prepared it first, and a damaged one is made again."""
 
+import io
 import json
 
 import numpy as np
@@ -146,7 +147,7 @@ def test_a_token_id_outside_the_vocabulary_never_enters_a_corpus(tmp_path, monke
 
 def test_undecodable_text_is_named_by_a_tokenizer_that_needs_unicode(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
-    monkeypatch.setattr(corpus_lib.sources, "_is_text", lambda text: True)
+    monkeypatch.setattr(corpus_lib.sources, "_why_not_text", lambda text: None)
     with pytest.raises(DataError, match=r"split validation, document validation/000.txt: bpe:260 needs UTF-8 text"):
         make_corpus(tmp_path, validation=[b"\xff"], tokenizer="bpe:260")
 
@@ -154,3 +155,29 @@ def test_undecodable_text_is_named_by_a_tokenizer_that_needs_unicode(tmp_path, m
 def test_misspelt_tokenizer_is_refused_before_the_source_is_read(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.data\.tokenizer"):
         prepare_corpus(DataConfig(source="text:/nowhere", tokenizer="word", cache_dir=str(tmp_path)))
+
+
+def test_held_out_documents_that_stand_in_train_too_are_counted(tmp_path):
+    validation = [b"one", b"one", b"two", b"three"]
+    corpus = make_corpus(tmp_path, train=[b"one", b"one", b"two", b"four"], validation=validation)
+    assert corpus.num_also_in_train == 3
+    assert "4 documents, 3 of them also in train)" in describe_corpus(corpus)
+    assert "also" not in describe_corpus(make_corpus(tmp_path / "apart"))
+
+
+def test_a_tokenizer_that_alters_the_text_is_said_and_its_bytes_are_the_texts(tmp_path):
+    library = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    library.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat"] * 20),
+        model_writer=model,
+        vocab_size=300,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "default.model").write_bytes(model.getvalue())
+    validation = [b"the cat sat on the mat the cat sat on the mat", b"the cat\n sat", "on ﬁ".encode()]
+    corpus = make_corpus(tmp_path, validation=validation, tokenizer=f"sentencepiece:{tmp_path}/default.model")
+    assert np.add.reduceat(corpus.validation_bytes, corpus.validation_starts).tolist() == list(map(len, validation))
+    assert (corpus.num_altered, corpus.num_checked) == (2, 3)  # not the first, though a space was put in front of it
+    assert "the tokenizer alters 2 of 3 documents (normalisation)" in describe_corpus(corpus)

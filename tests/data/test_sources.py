@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shutil
 import socket
 import time
@@ -9,7 +10,7 @@ import time
 import pytest
 
 from mod_jax.config import DataConfig
-from mod_jax.data import sources
+from mod_jax.data import files, sources
 from mod_jax.errors import ConfigError, DataError
 
 
@@ -70,7 +71,8 @@ def test_text_files_that_are_binary_hidden_or_empty_are_left_out(tmp_path, caplo
     files = {"a.txt": b"one", "b.md": b"two", "c": "é".encode(), "x.png": b"\x89PNG\xff", "nul": b"a\0b", "empty": b""}
     folder = write(tmp_path / "texts", files | {".hidden": b"three", ".git/config": b"four"})
     split = read(tmp_path, f"text:{folder}")
-    assert "skipped 3 of 6 files" in caplog.text
+    assert "skipped 3 of 6 files: 1 empty (first empty), 1 with NUL bytes" in caplog.text
+    assert "1 not UTF-8 (first x.png)" in caplog.text
     assert split["train"] | split["validation"] == {"a.txt": b"one", "b.md": b"two", "c": "é".encode()}
 
 
@@ -93,7 +95,7 @@ def test_train_and_validation_folders_are_used(tmp_path):
 
 def test_a_folder_without_readable_text_is_not_replaced_by_the_other(tmp_path):
     folder = write(tmp_path / "texts", {"train/a": b"\xff", "validation/a": b"only text here"})
-    with pytest.raises(DataError, match="no text in split 'train'"):
+    with pytest.raises(DataError, match=r"no text in split 'train'; of all files, 1 not UTF-8 \(first train/a\)"):
         read(tmp_path, f"text:{folder}")
 
 
@@ -112,24 +114,63 @@ def test_text_without_text_is_refused(tmp_path):
         read(tmp_path, f"text:{tmp_path}/empty")
     with pytest.raises(DataError, match="does not exist"):
         read(tmp_path, f"text:{tmp_path}/nowhere")
-    write(tmp_path, {"binary": b"\xff\xfe", "short": b"x", "nothing": b"", "all/a": b"\xff", "all/b": b"\xff"})
-    for path in ("binary", "short", "nothing", "all"):
-        with pytest.raises(DataError, match=f"{path}: no text in split 'train'"):
+    latin1 = "é".encode("latin1")
+    write(tmp_path, {"latin1": latin1, "short": b"x", "nothing": b"", "all/a": latin1, "all/b": latin1, "all/c": b""})
+    for path, cause in {
+        "short": "no text in split 'train'",
+        "nothing": r"none of 1 files is UTF-8 text: 1 empty \(first nothing\)",
+        "latin1": r"none of 1 files is UTF-8 text: 1 not UTF-8 \(first latin1\)",
+        "all": r"none of 3 files is UTF-8 text: 2 not UTF-8 \(first a\), 1 empty \(first c\); .* iconv",
+    }.items():
+        with pytest.raises(DataError, match=f"{path}: {cause}"):
             read(tmp_path, f"text:{tmp_path}/{path}")
 
 
-def test_identity_follows_the_files(tmp_path):
+@pytest.mark.parametrize("hashed", ["content", "times"])
+def test_identity_follows_the_files(tmp_path, monkeypatch, hashed):
+    if hashed == "times":
+        monkeypatch.setattr(files, "HASHED_BYTES", 19)  # five files of four bytes are more
     folder = write(tmp_path / "texts", {f"{i}.txt": b"text" for i in range(5)})
     seen = [identity(tmp_path, f"text:{folder}")]
     assert identity(tmp_path, f"text:{folder}") == seen[0]
-    write(folder, {"0.txt": b"other"})  # size
+    before = (folder / "0.txt").stat()
+    time.sleep(0.02)  # the clock of a file system has steps
+    write(folder, {"0.txt": b"TEXT"})  # in place, of the same size, and with the time set back
+    os.utime(folder / "0.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
     seen.append(identity(tmp_path, f"text:{folder}"))
-    time.sleep(0.02)
-    write(folder, {"0.txt": b"OTHER"})  # modification time alone
+    write(folder, {"0.txt": b"other"})
     seen.append(identity(tmp_path, f"text:{folder}"))
     (folder / "0.txt").rename(folder / "9.txt")
     seen.append(identity(tmp_path, f"text:{folder}"))
     assert len(set(seen)) == 4
+
+
+def test_content_alone_is_the_identity_of_small_files(tmp_path):
+    for place in ("here", "there"):
+        write(tmp_path / place, {f"{i}.txt": b"text" for i in range(5)})
+    assert identity(tmp_path, f"text:{tmp_path}/here") == identity(tmp_path, f"text:{tmp_path}/there")
+    os.utime(tmp_path / "here" / "0.txt", ns=(0, 0))
+    assert identity(tmp_path, f"text:{tmp_path}/here") == identity(tmp_path, f"text:{tmp_path}/there")
+
+
+def test_links_to_folders_are_followed_and_each_folder_is_entered_once(tmp_path, caplog):
+    write(tmp_path / "texts", {f"own/{i}.txt": b"own" for i in range(9)})
+    write(tmp_path / "elsewhere", {f"{i}.txt": b"far" for i in range(9)})
+    links = {
+        "up": "..",
+        "again": "own",
+        "far": "../elsewhere",
+        "self": "self",
+        "gone": "nowhere",
+        "file.txt": "own/0.txt",
+    }
+    for name, target in links.items():
+        (tmp_path / "texts" / name).symlink_to(target)
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "texts")
+    split = read(tmp_path, f"text:{tmp_path}/texts")
+    found = split["train"] | split["validation"]
+    assert sorted(found.values()) == [b"far"] * 9 + [b"own"] * 10  # a link to a file is a file
+    assert "left out 2 broken links, pipes, sockets or devices, first gone" in caplog.text
 
 
 # jsonl:PATH
@@ -232,7 +273,7 @@ def test_tfds_names_are_checked(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"config\.data\.source = 'tfds:\.\./etc'"):
         read(tmp_path, "tfds:../etc")
     monkeypatch.setenv("TFDS_DATA_DIR", "gs://bucket/data")
-    with pytest.raises(DataError, match="is remote"):
+    with pytest.raises(ConfigError, match="TFDS_DATA_DIR = 'gs://bucket/data': must be a folder"):
         read(tmp_path, "tfds:lm1b")
 
 
