@@ -2,6 +2,7 @@
 
 import datetime
 import math
+import os
 import re
 import sys
 from typing import Any
@@ -20,9 +21,11 @@ class Console:
     def __init__(self, total_steps: int, first_step: int, peak: Peak, stream: Any = None):
         self._total_steps, self._peak = total_steps, peak
         self._stream = stream or sys.stdout
-        self._silent = jax.process_index() != 0
+        self._silent = jax.process_index() != 0 or self._stream is None  # Python has none where it was closed
         self._bar = None
-        if self._stream.isatty() and not self._silent:
+        if peak.flops is not None and not peak.published:
+            self.say(f"* MFU is the share of the {peak.name} rate: a floor of the real peak, so an upper bound")
+        if not self._silent and can_redraw(self._stream):
             layout = "{percentage:3.0f}% {bar:10} {desc}"
             self._bar = tqdm.tqdm(
                 total=total_steps, initial=first_step, file=self._stream, bar_format=layout, dynamic_ncols=True
@@ -45,6 +48,16 @@ class Console:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def can_redraw(stream: Any) -> bool:
+    """Whether a bar can be drawn there: on a terminal that moves its cursor and says how wide it is."""
+    if not stream.isatty() or os.environ.get("TERM") == "dumb" or os.environ.get("COLUMNS") == "0":
+        return False
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False
 
 
 def format_line(step: int, total_steps: int, metrics: dict[str, Any], peak: Peak) -> str:

@@ -7,11 +7,10 @@ tensorboard/ and profile/. Rerunning the same command resumes; a finished run is
 import contextlib
 import dataclasses
 import enum
-import functools
 import os
 import pathlib
 import platform
-import subprocess
+import textwrap
 import time
 from typing import Any
 
@@ -40,6 +39,7 @@ from mod_jax.training.profile import Profiler
 from mod_jax.training.rows import MetricWriter, read_metrics
 from mod_jax.training.step import MODEL_INPUTS, TrainState, init_state, make_train_step
 from mod_jax.training.watch import Watch
+from mod_jax.versions import commit
 
 
 class Outcome(enum.Enum):
@@ -106,7 +106,7 @@ def train(config: Config, workdir: str | os.PathLike, *, extend: bool = False, p
                 if save_is_due(run, step) or stop:
                     unfinished = watch.unfinished()  # raises after too many bad steps: then nothing is saved
                     if stop or step == run.num_steps or not watch.bad_steps:  # else older, good steps would be lost
-                        with watch.pause():
+                        with watch.pause("save"):
                             checkpointer.save(step, state, metadata(run) | {"interval": unfinished}, evals)
                 if stop:
                     checkpointer.wait()
@@ -307,17 +307,6 @@ def metadata(run: Run) -> dict[str, Any]:
     }
 
 
-@functools.cache  # what runs is what was imported, and a save should not wait for git
-def commit() -> str:
-    """The checked-out commit of the source, "-dirty" if it was edited; "unknown" outside a checkout."""
-    here = pathlib.Path(__file__).parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
 def write_config(run: Run) -> None:
     """Writes config.json: the whole config, its difference from the default, and where it ran."""
     if jax.process_index() != 0:
@@ -341,7 +330,7 @@ def describe(run: Run) -> str:
     return "\n".join(
         [
             *config_lib.describe(run.config),
-            f"changed   {changed}",
+            *textwrap.wrap(f"changed   {changed}", 118, subsequent_indent=" " * 10, break_on_hyphens=False),
             f"identity  {config_lib.fingerprint(run.config)}, a fingerprint of every key that affects what is learned",
             f"corpus    {describe_corpus(run.corpus)}",
             f"size      {kinds}, {count:,} parameters ({embedding:,} in embeddings), "

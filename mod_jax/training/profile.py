@@ -92,5 +92,6 @@ class Profiler:
 
 
 def _say(text: str) -> None:
-    tqdm.tqdm.write(text, file=sys.stdout)  # above the progress bar, if there is one
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        tqdm.tqdm.write(text, file=sys.stdout)  # above the progress bar, if there is one
+        sys.stdout.flush()

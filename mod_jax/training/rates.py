@@ -1,7 +1,7 @@
 """How fast a run is: tokens and FLOP/s, time left, and the share of the devices' peak.
 
-A *rate* is measured since this process started, also after a resume. Model FLOP/s over the peak is the MFU; it carries
-an asterisk unless the peak is published.
+A *rate* is measured since this process started, also after a resume. Model FLOP/s over the peak is the MFU. It carries
+an asterisk unless the peak is published: then the peak is the largest rate that was seen.
 """
 
 import contextlib
@@ -19,25 +19,36 @@ from mod_jax.tuning import Peak, published_peak
 class Throughput:
     """Rates and time left, since this process started.
 
-    The clock starts when the first step has finished, so that its compilation counts nowhere. Time inside `pause()`
-    (evaluation, saving) is left out of the rates, and kept in the time left, which will need as many pauses again.
+    The clock starts when the first step has finished, so that its compilation counts nowhere. Time inside `pause()` is
+    left out of the rates. The time left holds the pauses to come, each as long as the shortest of its kind so far:
+    the first evaluation compiles.
     """
 
     def __init__(
-        self, total_steps: int, tokens_per_step: int, flops_per_step: float, peak: Peak, clock=time.perf_counter
+        self,
+        total_steps: int,
+        tokens_per_step: int,
+        flops_per_step: float,
+        peak: Peak,
+        pauses: dict[str, int] | None = None,
+        clock=time.perf_counter,
     ):
+        """`pauses`: by kind, every how many steps one comes. All come at the last step too; those with 0 only there."""
         self._total_steps, self._tokens_per_step, self._flops_per_step = total_steps, tokens_per_step, flops_per_step
-        self._peak, self._clock, self._paused = peak, clock, 0.0
+        self._peak, self._pauses, self._clock, self._paused = peak, pauses or {}, clock, 0.0
+        self._shortest: dict[str, float] = {}  # seconds of a pause, by kind
         self._first = self._last = None  # (step, time, seconds paused so far)
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Marks time that is not training."""
+    def pause(self, kind: str = "") -> Iterator[None]:
+        """Marks time that is not training. `kind`: of those that come again, as given to `__init__`."""
         start = self._clock()
         try:
             yield
         finally:
-            self._paused += self._clock() - start
+            seconds = self._clock() - start
+            self._paused += seconds
+            self._shortest[kind] = min(seconds, self._shortest.get(kind, math.inf))
 
     def measure(self, step: int) -> dict[str, float]:
         """Call when `step` steps of the run are finished on the device: after the first, then as often as wanted.
@@ -49,17 +60,33 @@ class Throughput:
         self._first, self._last = first, now
         if step == last[0]:
             return {}
-        wall = (now[1] - first[1]) / (step - first[0])
-        busy = wall - (now[2] - first[2]) / (step - first[0])
+        busy = _busy_seconds(first, now)
         metrics = {
-            "perf/step_seconds": (now[1] - last[1] - (now[2] - last[2])) / (step - last[0]),
+            "perf/step_seconds": _busy_seconds(last, now),
             "perf/tokens_per_second": self._tokens_per_step / busy,
             "perf/flops_per_second": self._flops_per_step / busy,
-            "perf/eta_seconds": wall * max(self._total_steps - step, 0),
+            "perf/eta_seconds": busy * max(self._total_steps - step, 0) + self._pauses_ahead(step),
         }
         if self._peak.flops:
+            if not self._peak.published:  # measured beside other programs it may be too low: a step has shown more
+                seen = self._flops_per_step / metrics["perf/step_seconds"]
+                self._peak = dataclasses.replace(self._peak, flops=max(self._peak.flops, seen))
             metrics["perf/mfu"] = metrics["perf/flops_per_second"] / self._peak.flops
         return metrics
+
+    def _pauses_ahead(self, step: int) -> float:
+        """Seconds of all pauses after `step`; a kind that has not been seen yet counts nothing."""
+        last = self._total_steps
+        seconds = 0.0
+        for kind, every in self._pauses.items():
+            count = (1 + ((last - 1) // every - step // every if every else 0)) if step < last else 0
+            seconds += count * self._shortest.get(kind, 0.0)
+        return seconds
+
+
+def _busy_seconds(start: tuple[int, float, float], end: tuple[int, float, float]) -> float:
+    """Seconds of a step between two measurements, without the pauses."""
+    return (end[1] - start[1] - (end[2] - start[2])) / (end[0] - start[0])
 
 
 def peak_of_devices(devices: list[jax.Device]) -> Peak:

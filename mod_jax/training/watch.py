@@ -42,7 +42,8 @@ class Watch:
         self._config, self._writer, self._num_steps = config, writer, num_steps
         self._tokens_per_step, self._flops_per_step, self._digest = tokens_per_step, flops_per_step, digest
         self._console = Console(num_steps, first_step, peak)
-        self._throughput = Throughput(num_steps, tokens_per_step, flops_per_step, peak)
+        pauses = {"evaluation": config.train.eval_every, "save": config.train.save_every}
+        self._throughput = Throughput(num_steps, tokens_per_step, flops_per_step, peak, pauses)
         self._first_step = first_step
         self._on_device: list[dict[str, Any]] = []  # metrics of steps that were not read yet
         self._interval = interval
@@ -103,7 +104,7 @@ class Watch:
     def evaluate(self, step: int, evaluator: Evaluator, state: TrainState) -> dict[str, float]:
         """Evaluates, writes the row and says the result."""
         self.flush()
-        with self.pause():
+        with self.pause("evaluation"):
             metrics = evaluator.evaluate(state.weights)
         self._write(metrics)
         self.say(f"step {step}/{self._num_steps}  {tables.log_line(metrics)}")

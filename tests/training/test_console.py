@@ -1,7 +1,13 @@
 """The line of numbers by hand, in a file and on a terminal."""
 
+import fcntl
 import io
 import math
+import os
+import pty
+import struct
+import sys
+import termios
 
 import pytest
 
@@ -64,14 +70,44 @@ def test_console_prints_lines_to_a_file_and_redraws_one_on_a_terminal():
     console.close()
     assert log_file.getvalue().splitlines() == [format_line(10, 100, ROW, PEAK), "saved step 10"]
 
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    console = Console(100, 40, PEAK, terminal)
-    assert "\r 40% " in terminal.getvalue()  # resumed at step 40
-    console.log(50, {"train/loss": 1.5})
-    console.say("saved step 50")
-    console.close()
-    shown = terminal.getvalue()
+    shown = on_a_terminal(rows=24, columns=120)
+    assert "\r 40% " in shown  # resumed at step 40
     assert "\r 50% " in shown  # of the whole run, not of this process
     assert "step  50/100  loss 1.5000" in shown
-    assert "saved step 50\n" in shown
+    assert "saved step 50\r\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("columns", "variable", "value"), [(0, "TERM", "xterm"), (120, "COLUMNS", "0"), (120, "TERM", "dumb")]
+)
+def test_a_terminal_without_width_gets_plain_lines(monkeypatch, columns, variable, value):
+    monkeypatch.setenv(variable, value)
+    assert on_a_terminal(rows=0, columns=columns).splitlines() == ["step  50/100  loss 1.5000", "saved step 50"]
+
+
+def on_a_terminal(rows, columns):
+    """What a run of 100 steps, resumed at 40, shows on a terminal of this size."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    with open(slave, "w") as terminal:
+        console = Console(100, 40, PEAK, terminal)
+        console.log(50, {"train/loss": 1.5})
+        console.say("saved step 50")
+        console.close()
+        shown = os.read(master, 1 << 16).decode()
+    os.close(master)
+    return shown
+
+
+def test_without_a_stdout_the_console_is_silent(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    console = Console(100, 0, PEAK)
+    console.log(10, ROW)
+    console.say("saved step 10")
+    console.close()
+
+
+def test_the_asterisk_is_explained_once_at_the_start():
+    log_file = io.StringIO()
+    Console(100, 0, Peak(1e11, "measured float32 matmul", published=False), log_file)
+    assert "* MFU is the share of the measured float32 matmul rate" in log_file.getvalue()

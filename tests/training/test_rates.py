@@ -59,9 +59,9 @@ class _Clock:
         return self.now
 
 
-def _meter(total_steps=1000):
+def _meter(total_steps=1000, peak=PEAK, pauses=None):
     clock = _Clock()
-    return clock, Throughput(total_steps, 100, 5e11, PEAK, clock)
+    return clock, Throughput(total_steps, 100, 5e11, peak, pauses, clock)
 
 
 def test_compilation_of_the_first_step_counts_nowhere():
@@ -100,7 +100,45 @@ def test_pauses_slow_the_run_but_not_the_rates():
     found = meter.measure(20)
     assert found["perf/step_seconds"] == 1.0
     assert found["perf/tokens_per_second"] == 100.0
-    assert found["perf/eta_seconds"] == 980 * 1.5  # 20 steps took 30 s in all
+    assert found["perf/eta_seconds"] == 980  # these pauses do not come again
+
+
+def test_time_left_holds_the_evaluations_and_saves_to_come_and_does_not_jump_after_one():
+    clock, meter = _meter(100, pauses={"evaluation": 20, "save": 0})
+
+    def evaluate(seconds):
+        with meter.pause("evaluation"):
+            clock.now += seconds
+
+    def train(step):
+        clock.now += 10.0  # 10 steps of 1 s
+        return meter.measure(step)["perf/eta_seconds"]
+
+    meter.measure(0)
+    evaluate(9.0)  # compiles
+    assert train(10) == 90 + 5 * 9  # at 20, 40, 60, 80, 100
+    assert train(20) == 80 + 4 * 9  # the one at 20 is taken for begun
+    evaluate(3.0)
+    assert train(30) == 70 + 4 * 3
+    assert train(40) == 60 + 3 * 3
+    evaluate(3.0)
+    assert train(50) == 50 + 3 * 3
+    with meter.pause("save"):
+        clock.now += 2.0
+    assert train(60) == 40 + 2 * 3 + 2  # saves with 0: at the end alone
+    clock.now += 30.0
+    assert train(100) == 0
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_measured_peak_is_a_floor_so_no_mfu_above_one_is_told_as_a_fact(published):
+    clock, meter = _meter(peak=Peak(1e11, "measured float32 matmul", published=published))
+    meter.measure(0)
+    clock.now = 2.0
+    assert meter.measure(1)["perf/mfu"] == (2.5 if published else 1.0)  # 2.5e11 FLOP/s seen: the peak is no less
+    clock.now = 12.0
+    if not published:
+        assert meter.measure(2)["perf/mfu"] == pytest.approx((1e12 / 12) / 2.5e11)  # of the largest rate seen
 
 
 def test_last_interval_shows_a_slowdown():
