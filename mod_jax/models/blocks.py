@@ -204,7 +204,7 @@ class RoutedBlock(nnx.Module):
         # A linear map commutes with each token's scale, so normalised tokens are never written to memory: for a small
         # C that would cost a fifth of the block.
         input_BTD = x_BTD.astype(jnp.float32)
-        scale_BT = inverse_rms(input_BTD) if self.input_kind == "normed" else jnp.ones(x_BTD.shape[:2])
+        scale_BT = inverse_rms(input_BTD) if self.input_kind == "normed" else jnp.ones(x_BTD.shape[:2], jnp.float32)
         scores_BT = self.router(input_BTD, stream.positions_BT, keys_B)
         if self.router.kind in ("learned", "frozen"):
             scores_BT = scores_BT * scale_BT

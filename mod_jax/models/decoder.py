@@ -108,7 +108,7 @@ class Decoder(nnx.Module):
             segments_BT = jnp.ones((B, T), jnp.int32)
         if selection == "threshold" and cutoffs_L is None and self.num_routed:
             raise ValueError("selection = 'threshold' needs cutoffs_L, one cut-off per routed block")
-        cutoffs_L = jnp.zeros(self.num_routed) if cutoffs_L is None else cutoffs_L
+        cutoffs_L = jnp.zeros(self.num_routed, jnp.float32) if cutoffs_L is None else cutoffs_L
         stream = make_stream(positions_BT, segments_BT, self.head_dim, self.rope_base)
 
         def run(x_BTD, group_inputs):

@@ -64,7 +64,7 @@ def loss_sums(
     """
     weights_BT = (segments_BT > 0).astype(jnp.float32)
     next_token, cross_entropy = next_token_sums(z_loss, chunk, x_BTD, weight_DV, targets_BT, weights_BT)
-    aux = predictor = jnp.zeros(())
+    aux = predictor = jnp.zeros((), jnp.float32)
     if routing is not None:
         member_LBT = routing.selected_BT
         aux = jnp.sum(membership_cross_entropy(routing.router_logits_BT, member_LBT) * weights_BT[None])
@@ -144,7 +144,8 @@ def _over_chunks(with_gradients: bool, z_loss: float, chunk: int, x_BTD, weight_
         d_x_GMD = _product("GMV,GDV->GMD", d_logits_GMV, weight_GDV).astype(x_GMD.dtype)
         return jax.tree.map(jnp.add, carry, (sums, d_weight_GDV)), d_x_GMD
 
-    carry = jnp.zeros(()), jnp.zeros(())
+    zero = jnp.zeros((), jnp.float32)
+    carry = zero, zero
     if with_gradients:
         carry = carry, constrain(jnp.zeros(weight_GDV.shape, jnp.float32), ("batch", None, "vocab"))
     carry, d_x_NGMD = jax.lax.scan(step, carry, tuple(map(split, (x_BTD, targets_BT, weights_BT))))

@@ -154,8 +154,8 @@ def make_train_step(config: Config, model: Model, num_steps: int):
 
 def _step_sums(losses: LossSums, routing: RoutingRecord | None) -> StepSums:
     if routing is None:
-        none_L = jnp.zeros(0)
-        return StepSums(losses, none_L, none_L, none_L, none_L, none_L, jnp.ones(()), jnp.ones(()))
+        none_L, one = jnp.zeros(0, jnp.float32), jnp.ones((), jnp.float32)
+        return StepSums(losses, none_L, none_L, none_L, none_L, none_L, one, one)
     has_selected_LB = jnp.isfinite(routing.cutoff_B)
     return StepSums(
         losses=losses,
