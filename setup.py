@@ -10,6 +10,8 @@ DOCS = ["pdoc>=15"]
 NOTEBOOKS = ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5.10"]
 EXTRAS = {
     "test": [
+        "chex>=0.1.90",
+        "libtpu",  # what is planned for TPUs is compiled in tests
         "pytest>=8",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
@@ -44,7 +46,7 @@ setuptools.setup(
     package_data={"mod_jax": ["py.typed"]},
     install_requires=[
         "absl-py>=2.1",
-        "chex>=0.1.90",
+        "etils[epath]>=1.9",
         "flax>=0.12.8,<0.13",
         "grain>=0.2.18,<0.3",
         "importlib_resources>=6",  # tensorflow-datasets imports it without declaring it
