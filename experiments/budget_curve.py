@@ -26,7 +26,7 @@ CAPACITIES = flags.DEFINE_list(
 
 
 def main(_) -> None:
-    host.prepare_cpu()
+    host.prepare()
     logging.set_verbosity(logging.ERROR)
     out = outputs.check_folder("out", OUT.value or f"{WORKDIR.value}/budget_curve")
     model = sampling.restore(WORKDIR.value)

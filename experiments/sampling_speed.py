@@ -64,7 +64,7 @@ class Timed:
 
 
 def main(_) -> None:
-    host.prepare_cpu()
+    host.prepare()
     logging.set_verbosity(logging.ERROR)
     routed, capacity_L = routed_model()
     m = routed.config.model

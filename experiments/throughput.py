@@ -42,7 +42,7 @@ ROUTED = {"routing.predictor": False}
 
 
 def main(_) -> None:
-    host.prepare_cpu()
+    host.prepare()
     size = f"D {WIDTH.value}, L {DEPTH.value}, T {SEQ_LEN.value}, B {BATCH.value}, V {VOCAB.value}"
     peak = measure_matmul_peak(seconds=3.0).flops
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, matmul {peak / 1e9:.0f} GFLOP/s; {size}")

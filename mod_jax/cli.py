@@ -1,5 +1,6 @@
 """What the command lines share: `--config=file.py:arg --config.key=value`, one-line errors, and exit codes."""
 
+import errno
 import re
 import sys
 import traceback
@@ -10,9 +11,19 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from mod_jax import config as config_lib
-from mod_jax import distributed, host
+from mod_jax import distributed, host, streams
 from mod_jax.config import Config
-from mod_jax.errors import ConfigError, DistributedError, ModJaxError
+from mod_jax.errors import (
+    ConfigError,
+    DistributedError,
+    Interrupted,
+    ModJaxError,
+    OutOfMemory,
+    OutputClosed,
+    StorageError,
+)
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def define_config() -> flags.FlagHolder:
@@ -23,8 +34,13 @@ def define_config() -> flags.FlagHolder:
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """For `app.run(flags_parser=...)`: whatever is wrong with the flags is one line and exit code 2, no traceback."""
-    host.prepare_cpu()
+    """For `app.run(flags_parser=...)`: whatever is wrong with the flags is one line and exit code 2, no traceback.
+
+    The first thing that a command does, so the process is prepared here.
+    """
+    streams.prepare()
+    streams.keep_warnings_of_libraries()
+    host.prepare()
     try:
         return flags.FLAGS(argv)
     except Exception as error:  # a config file may raise anything
@@ -88,16 +104,35 @@ def exit_code(run: Callable[[], None]) -> int:
     logging.set_verbosity(logging.WARNING)  # Orbax narrates at INFO
     try:
         run()
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here a broken stream still counts
         return 0
-    except Exception as error:
-        if lost := distributed.explanation(error):
-            error = DistributedError(lost)
+    except (Exception, KeyboardInterrupt) as raised:
+        error = _as_known(raised)
         code = error.exit_code if isinstance(error, ModJaxError) else 1
         if not isinstance(error, ModJaxError):
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if not isinstance(error, OutputClosed):
+            print(f"error: {error}", file=sys.stderr, flush=True)
         distributed.leave(code)
         return code
+
+
+def _as_known(error: BaseException) -> BaseException:
+    """The error of this project that says the same to a person, where there is one."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ModJaxError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted("interrupted")
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        return OutOfMemory(f"out of memory ({text or 'of the host'}); smaller batches or a smaller model need less")
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        where = f"{error.filename}: " if error.filename else ""
+        return StorageError(f"{where}{error.strerror}")
+    if lost := distributed.explanation(error):
+        return DistributedError(lost)
+    return error
 
 
 def _flag_error(argv: list[str], error: Exception) -> str:

@@ -1,7 +1,20 @@
 """Every error of mod_jax that a person can do something about, each with the exit code of a command that it ends.
 
-Exit code 0 is success: done, or preempted and saved. 1 is any error that is not listed here, shown with its traceback.
+`EXIT_CODES` says what each code means; README and --help show it.
 """
+
+EXIT_CODES = {
+    0: "done, or preempted and saved",
+    1: "anything else",
+    2: "config",
+    3: "numerics",
+    4: "storage",
+    5: "data",
+    6: "distributed",
+    7: "checkpoint refused",
+    130: "interrupted, nothing saved",
+    141: "nobody reads the output",
+}
 
 
 class ModJaxError(Exception):
@@ -54,6 +67,22 @@ class ResumeRefused(ModJaxError, ValueError):
     """The config or the corpus is not the one that wrote the checkpoint. The message lists every difference."""
 
     exit_code = 7
+
+
+class OutOfMemory(ModJaxError, RuntimeError):
+    """The host or a device has not the memory that was asked for."""
+
+
+class Interrupted(ModJaxError, RuntimeError):
+    """Ctrl-C, where there was nothing to save."""
+
+    exit_code = 130
+
+
+class OutputClosed(ModJaxError, BrokenPipeError):
+    """Nobody reads stdout any more, as after `| head`. A command ends on it without a word; training goes on."""
+
+    exit_code = 141  # what a shell says of a program that SIGPIPE ended
 
 
 class CausalityError(ModJaxError, RuntimeError):

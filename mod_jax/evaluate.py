@@ -26,9 +26,9 @@ def main(argv: list[str]) -> int:
         from mod_jax.evaluation.finished import evaluate_run  # after flag errors: importing JAX takes seconds
 
         metrics, lines = evaluate_run(WORKDIR.value, STEP.value, CAPACITY.value, context=CONTEXT.value)
-        print("\n".join(lines))
-        if OUT.value is not None:
+        if OUT.value is not None:  # first, since stdout may break
             outputs.write_json(OUT.value, metrics)
+        print("\n".join(lines))
 
     return cli.exit_code(run)
 

@@ -1,9 +1,11 @@
-"""What a process sets up in its operating system: threads and memory before JAX touches a CPU, signals, its parent."""
+"""What a process sets up in its system: the platform, threads and memory before JAX starts, signals, its parent."""
 
 import ctypes
+import glob
 import importlib.util
 import multiprocessing
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -12,9 +14,16 @@ import threading
 # What ends a run by way of a save. SLURM sends SIGUSR1 before the time limit; SIGHUP is a terminal that closes.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
+# Each says that there is a TPU, or that somebody wants JAX to look for one.
+TPU_VARIABLES = ("TPU_NAME", "TPU_WORKER_ID", "TPU_LIBRARY_PATH", "TPU_ACCELERATOR_TYPE", "JAX_FORCE_TPU_INIT")
+TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
+PCI = pathlib.Path("/sys/bus/pci/devices")
+GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
-def prepare_cpu() -> None:
-    """Call first thing, before anything touches a device; without effect where an accelerator computes."""
+
+def prepare() -> None:
+    """Call first thing, before anything touches a device."""
+    spare_search_for_tpu()
     spare_threads()
     if computes_on_cpu():
         keep_freed_memory()
@@ -33,6 +42,34 @@ def follow_parent() -> None:
         os._exit(0)
 
     threading.Thread(target=wait_for_the_end, daemon=True).start()
+
+
+def spare_search_for_tpu() -> None:
+    """Chooses the CPU on a machine with neither TPU nor GPU, though libtpu is installed, for planning for example.
+
+    There JAX starts libtpu, which writes pages about a TPU that it does not find, before it falls back to the CPU.
+    A choice that was made already is kept.
+    """
+    if os.environ.get("JAX_PLATFORMS") or not importlib.util.find_spec("libtpu"):
+        return
+    if not has_tpu() and not any(map(glob.glob, GPU_FILES)):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        if jax := sys.modules.get("jax"):  # it has read the variable
+            jax.config.update("jax_platforms", "cpu")
+
+
+def has_tpu() -> bool:
+    """Whether this machine may have a TPU: in doubt, yes."""
+    if any(map(os.environ.get, TPU_VARIABLES)) or any(map(glob.glob, TPU_FILES)):
+        return True
+    for device in PCI.glob("*"):
+        try:
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+        except OSError:
+            continue
+        if vendor == "0x1ae0" and kind[:4] not in ("0x01", "0x02"):  # Google also makes virtual disks and networks
+            return True
+    return False
 
 
 def computes_on_cpu() -> bool:

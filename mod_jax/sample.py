@@ -114,6 +114,8 @@ def read_prompts() -> list[bytes]:
             raise RequestError(f"{name}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
         with file:
             prompts.append(read_prompt(file, name))
+    if not prompts and sys.stdin is None:  # so Python starts where it was closed
+        raise RequestError("stdin: no prompt can be read from it (it is closed); give --prompt or --prompt_file")
     return prompts or [read_prompt(sys.stdin.buffer, "stdin")]
 
 

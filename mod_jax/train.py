@@ -6,7 +6,7 @@ Exit codes: 0 done, or preempted and saved (the last line says which); 2 config;
 
 from absl import app, flags
 
-from mod_jax import cli
+from mod_jax import cli, streams
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; an existing one is resumed.", required=True)
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print size and cost, compile the step, train nothing.")
@@ -22,6 +22,7 @@ def main(argv: list[str]) -> int:
 
     def run() -> None:
         cli.start_distributed(DISTRIBUTED)
+        streams.outlive_stdout()
         from mod_jax.training import loop  # after flag errors: importing JAX takes seconds
 
         config = cli.read_config(CONFIG.value)

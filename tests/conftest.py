@@ -29,7 +29,7 @@ from tiny import TINY
 from mod_jax import host
 from mod_jax.config import Config, make_config
 
-host.prepare_cpu()
+host.prepare()
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -54,3 +54,10 @@ def build():
 def tools():
     """The module `untrained`: two paths of one model, to be compared."""
     return untrained
+
+
+def pytest_sessionfinish(session):
+    """Where MOD_JAX_TESTS_SKIP_NOTHING is set, as in CI, a skipped test fails the session."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # the workers of xdist have none
+    if os.environ.get("MOD_JAX_TESTS_SKIP_NOTHING") and reporter and reporter.stats.get("skipped"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

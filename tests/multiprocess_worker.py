@@ -19,7 +19,7 @@ SECONDS = 300  # after this, say where every thread is, and leave
 
 def main() -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
-    host.prepare_cpu()
+    host.prepare()
     port, num_processes, order, process_id, workdir, changes, record = sys.argv[1:]
     jax.distributed.initialize(f"localhost:{port}", int(num_processes), int(process_id))
 

@@ -9,11 +9,15 @@ import pytest
 
 from mod_jax import cli
 from mod_jax.errors import (
+    EXIT_CODES,
     CheckpointMismatch,
     ConfigError,
     DataError,
     DistributedError,
+    Interrupted,
+    ModJaxError,
     NumericsError,
+    OutputClosed,
     ResumeRefused,
     StorageError,
 )
@@ -169,6 +173,7 @@ def test_nothing_was_written(results):
         (DistributedError, 6),
         (CheckpointMismatch, 7),
         (ResumeRefused, 7),
+        (Interrupted, 130),
         (ZeroDivisionError, 1),
     ],
 )
@@ -181,3 +186,32 @@ def test_exit_codes(error, code, capsys):
     assert "error: what happened" in stderr
     assert ("Traceback" in stderr) == (code == 1)  # an unknown failure shows where it came from
     assert cli.exit_code(lambda: None) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+        (MemoryError(), 1, "error: out of memory (of the host); "),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes"), 1, "memory allocating 9 bytes); "),
+        (OSError(28, "No space left on device", "/data/x"), 4, "error: /data/x: No space left on device"),
+        (OutputClosed(32, "nobody reads stdout any more"), 141, ""),
+    ],
+)
+def test_what_ends_any_program_is_one_line_or_none(error, code, line, capsys):
+    def run():
+        raise error
+
+    assert cli.exit_code(run) == code
+    stderr = capsys.readouterr().err
+    assert line in stderr
+    assert len(stderr.splitlines()) == bool(line)
+
+
+def test_every_exit_code_is_listed_once_and_readme_has_the_list():
+    classes = [ModJaxError]
+    for known in classes:
+        classes += known.__subclasses__()
+    assert {known.exit_code for known in classes} <= set(EXIT_CODES)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + "." in readme

@@ -37,6 +37,67 @@ def test_only_a_process_that_computes_on_the_cpu_is_changed(monkeypatch, asked, 
     assert host.computes_on_cpu() is cpu
 
 
+@pytest.fixture
+def no_accelerator(monkeypatch, tmp_path):
+    """A machine with libtpu and without any accelerator, whatever this one has. The folder is that of its PCI bus."""
+    for name in (*host.TPU_VARIABLES, "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(host.importlib.util, "find_spec", lambda name: name == "libtpu" or None)
+    monkeypatch.setattr(host.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(host, "PCI", tmp_path)
+    monkeypatch.delitem(sys.modules, "jax")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kind", "platform"),
+    [
+        ("0x1ae0", "0x120000", ""),  # a TPU: JAX looks for itself
+        ("0x1ae0", "0x020000", "cpu"),  # Google's network card
+        ("0x1ae0", "0x010802", "cpu"),  # Google's disk
+        ("0x8086", "0x120000", "cpu"),
+    ],
+)
+def test_the_cpu_is_chosen_only_where_no_tpu_can_be(no_accelerator, vendor, kind, platform):
+    device = no_accelerator / "0000:00:05.0"
+    device.mkdir()
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "class").write_text(f"{kind}\n")
+    host.spare_search_for_tpu()
+    assert os.environ["JAX_PLATFORMS"] == platform
+
+
+@pytest.mark.parametrize("file", ["/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*"])
+def test_a_device_file_leaves_the_choice_to_jax(no_accelerator, monkeypatch, file):
+    monkeypatch.setattr(host.glob, "glob", lambda pattern: [pattern] if pattern == file else [])
+    host.spare_search_for_tpu()
+    assert os.environ["JAX_PLATFORMS"] == ""
+
+
+@pytest.mark.parametrize("name", ["TPU_NAME", "TPU_WORKER_ID", "JAX_FORCE_TPU_INIT"])
+def test_a_variable_of_a_tpu_leaves_the_choice_to_jax(no_accelerator, monkeypatch, name):
+    monkeypatch.setenv(name, "0")
+    host.spare_search_for_tpu()
+    assert os.environ["JAX_PLATFORMS"] == ""
+
+
+def test_a_choice_that_was_made_is_kept(no_accelerator, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    host.spare_search_for_tpu()
+    assert os.environ["JAX_PLATFORMS"] == "tpu"
+
+
+def test_a_command_is_quiet_on_a_machine_without_a_tpu():
+    pytest.importorskip("libtpu")
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    if host.has_tpu():
+        environment["JAX_PLATFORMS"] = "cpu"
+    code = "from mod_jax import cli; cli.parse_flags(['']); import jax; print(len(jax.devices()))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().isdigit()
+    assert done.stderr == ""
+
+
 FAULTS = """
 import resource, sys
 from mod_jax import host
