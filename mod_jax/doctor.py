@@ -108,9 +108,9 @@ def check_memory() -> Finding:
 
 def cache_folder() -> pathlib.Path:
     from mod_jax.config import DataConfig
-    from mod_jax.data import corpus
+    from mod_jax.data.cache import cache_root
 
-    return corpus.cache_root(DataConfig())
+    return cache_root(DataConfig())
 
 
 def check_folder(folder: pathlib.Path) -> Finding:
