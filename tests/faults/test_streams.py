@@ -29,7 +29,9 @@ def shell(line, **environment):
 
 
 def train(workdir, steps=6):
-    changes = " ".join(f"--config.{name}={value}" for name, value in {**SMALL, "train.steps": steps}.items())
+    changes = " ".join(
+        f"--config.{name}={value}" for name, value in {**SMALL, "routing.predictor": True, "train.steps": steps}.items()
+    )
     return f"python -m mod_jax.train --config=configs/smoke.py --workdir={workdir} {changes}"
 
 

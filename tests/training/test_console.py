@@ -94,9 +94,11 @@ def on_a_terminal(rows, columns):
         console.log(50, {"train/loss": 1.5})
         console.say("saved step 50")
         console.close()
-        shown = os.read(master, 1 << 16).decode()
+        shown, wanted = b"", b"saved step 50\r\n"
+        while wanted not in shown:
+            shown += os.read(master, 1 << 16)
     os.close(master)
-    return shown
+    return shown.decode()
 
 
 def test_without_a_stdout_the_console_is_silent(monkeypatch):
