@@ -41,7 +41,7 @@ from mod_jax.planning.report import (
 )
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling.causal import Layers, rows_per_pass
-from mod_jax.sampling.choice import Options, make_knobs, row_keys
+from mod_jax.sampling.choice import Options, make_knobs
 from mod_jax.sampling.generate import MIN_BUCKET, batch_bucket, bucket
 from mod_jax.sampling.programs import Programs, Request, serving_layers
 from mod_jax.trained import causal_selection
@@ -128,7 +128,8 @@ def trace_decoding(
     def request():
         cutoffs_L, stop_BV = jnp.zeros(config.num_routed), jnp.zeros((batch_size, vocab_size), bool)
         options = [Options()] * batch_size
-        return Request(cutoffs_L, make_knobs(options), row_keys([o.seed for o in options]), stop_BV)
+        keys_B = jax.vmap(jax.random.key)(jnp.zeros(batch_size, jnp.uint32))
+        return Request(cutoffs_L, make_knobs(options), keys_B, stop_BV)
 
     request = jax.eval_shape(request)
     slots = cache_lib.slot_counts(config, num_positions)

@@ -1,8 +1,9 @@
 """How the next token is chosen from logits, and what a caller may ask for.
 
 Vocabulary: B rows, V vocabulary. *Knobs* are temperature, top-k and top-p of each row as arrays, so that other values
-need no other program. Randomness: token n of a row draws from `fold_in(key(seed), n)`, with the row's own seed. So a
-row's text depends on its prompt and its options, never on its place in the batch or on what else is in it.
+need no other program. Randomness: token n of a row draws from `fold_in(key, n)`, where `key` is made of the row's own
+seed and of its prompt. So a row's text depends on its prompt and its options, never on its place in the batch or on
+what else is in it; and different prompts draw independently, whatever their seeds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import difflib
 import math
 import numbers
 import reprlib
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -117,9 +119,15 @@ def make_knobs(options: Sequence[Options]) -> Knobs:
     )
 
 
-def row_keys(seeds: Sequence[int]) -> jax.Array:
-    """One random key per row, of its own seed alone. [B]."""
-    return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
+def row_keys(seeds: Sequence[int], prompt_ids: Sequence[np.ndarray]) -> jax.Array:
+    """One random key per row, of its own seed and prompt alone. [B]."""
+    hashes = [zlib.crc32(np.ascontiguousarray(ids)) for ids in prompt_ids]
+    return _fold_in(np.array(seeds, np.uint32), np.array(hashes, np.uint32))
+
+
+@jax.jit
+def _fold_in(seeds_B: jax.Array, hashes_B: jax.Array) -> jax.Array:
+    return jax.vmap(lambda seed, hashed: jax.random.fold_in(jax.random.key(seed), hashed))(seeds_B, hashes_B)
 
 
 def choose(logits_BV: jax.Array, knobs: Knobs, keys_B: jax.Array) -> jax.Array:

@@ -95,7 +95,6 @@ class Sampler:
             static_argnames="slots",
             out_shardings=lies and lies.cache,
         )
-        self._keys = jax.jit(row_keys)
         self._score = jax.jit(programs.score)
         self._score_stepwise = jax.jit(programs.score_stepwise)
 
@@ -273,7 +272,9 @@ class Sampler:
         for stop_V, row in zip(stop_BV, rows, strict=False):
             stop_V[list(row.stops)] = True
         options = options + [Options()] * filled
-        request = Request(self._cutoffs_L, make_knobs(options), self._keys([o.seed for o in options]), stop_BV)
+        prompts = [row.ids for row in rows] + [np.zeros(0, np.int32)] * filled
+        keys_B = row_keys([option.seed for option in options], prompts)
+        request = Request(self._cutoffs_L, make_knobs(options), keys_B, stop_BV)
         slots = self._slots(num_positions)
         while True:
             sizes = dict(num_positions=num_positions, slots=slots)

@@ -14,6 +14,11 @@ LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
 programs = {"adjust": jax.jit(adjust), "choose": jax.jit(choose)}
 
 
+def keys(seeds):
+    """Of rows with one prompt and these seeds."""
+    return row_keys(seeds, [np.zeros(3, np.int32)] * len(seeds))
+
+
 def distribution(**options) -> np.ndarray:
     logits_BV = programs["adjust"](jnp.asarray(LOGITS)[None], make_knobs([Options(**options)]))
     return np.asarray(jax.nn.softmax(logits_BV[0]))
@@ -48,7 +53,7 @@ def test_of_equal_logits_top_k_keeps_the_lower_ids():
 def test_s10_temperature_0_is_greedy_exactly_and_the_first_of_equals():
     logits_BV = jnp.array([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
     for seed in range(5):
-        chosen_B = programs["choose"](logits_BV, make_knobs([Options(temperature=0)] * 2), row_keys([seed] * 2))
+        chosen_B = programs["choose"](logits_BV, make_knobs([Options(temperature=0)] * 2), keys([seed] * 2))
         assert chosen_B.tolist() == [1, 0]
 
 
@@ -56,7 +61,7 @@ def test_choices_follow_the_distribution():
     num_draws = 4000
     logits_BV = jnp.broadcast_to(jnp.asarray(LOGITS)[None], (num_draws, 4))
     options = dict(temperature=1.3, top_p=0.95)
-    drawn_B = programs["choose"](logits_BV, make_knobs([Options(**options)] * num_draws), row_keys(range(num_draws)))
+    drawn_B = programs["choose"](logits_BV, make_knobs([Options(**options)] * num_draws), keys(range(num_draws)))
     counts = np.bincount(np.asarray(drawn_B), minlength=4)
     expected = distribution(**options) * num_draws
     assert counts[expected == 0].sum() == 0
@@ -66,7 +71,7 @@ def test_choices_follow_the_distribution():
 
 def test_the_frequency_test_can_fail():
     drawn_B = programs["choose"](
-        jnp.broadcast_to(jnp.asarray(LOGITS)[None], (4000, 4)), make_knobs([Options()] * 4000), row_keys(range(4000))
+        jnp.broadcast_to(jnp.asarray(LOGITS)[None], (4000, 4)), make_knobs([Options()] * 4000), keys(range(4000))
     )
     counts, expected = np.bincount(np.asarray(drawn_B), minlength=4), distribution(temperature=1.3) * 4000
     assert np.sum((counts - expected) ** 2 / expected) > 16.3
@@ -81,7 +86,7 @@ def test_a_row_draws_by_its_own_seed_and_options_whatever_its_batch_mates_ask():
                 programs["choose"](
                     jnp.broadcast_to(logits_V[None], (len(rows), 1000)),
                     make_knobs(rows),
-                    row_keys([o.seed for o in rows]),
+                    keys([o.seed for o in rows]),
                 )
                 for rows in (mates, [alone])
             ]

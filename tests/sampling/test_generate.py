@@ -236,6 +236,9 @@ def test_a_prompts_completion_depends_on_its_own_options_alone_wherever_it_sits(
     several = sampler.generate(["x"] * 3, [Options(seed=seed, max_new_tokens=10) for seed in (5, 6, 7)])
     assert several[0] == same[0]
     assert len({completion.text for completion in several}) == 3
+    # At such a temperature nothing but chance decides: one seed is not one text for all prompts.
+    chances = sampler.generate(["x", "y"], temperature=1e9, max_new_tokens=10)
+    assert chances[0].tokens != chances[1].tokens
 
 
 def test_stop_strings_and_stop_tokens_are_of_one_prompt(sampler):

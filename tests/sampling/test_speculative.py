@@ -62,7 +62,9 @@ def test_what_was_refused_leaves_no_trace_in_the_cache(build, tools):
     def round_of(last_B, positions_B, cache):
         given = (last_B, positions_B, jnp.ones(3, bool), cache, "threshold", model.cutoffs_L)
         sizes = dict(num_ids=257, num_positions=T, num_drafts=num_drafts, kept_L=(1, 2))
-        return draft_and_verify(layers, *given, make_knobs([Options(temperature=0)] * 3), row_keys(range(3)), **sizes)
+        return draft_and_verify(
+            layers, *given, make_knobs([Options(temperature=0)] * 3), row_keys(range(3), [np.zeros(0)] * 3), **sizes
+        )
 
     verified = round_of(last_B, lengths_B, cache)
     assert verified.emitted_B.min() < num_drafts + 1  # something was refused
