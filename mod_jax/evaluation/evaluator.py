@@ -19,7 +19,7 @@ from mod_jax.analysis.routing_stats import RoutingStats, block_name
 from mod_jax.config import Config
 from mod_jax.data.batches import Batch, bits_per_byte, eval_batches
 from mod_jax.data.corpus import Corpus
-from mod_jax.errors import CausalityError
+from mod_jax.errors import CausalityError, NumericsError
 from mod_jax.models import flops
 from mod_jax.models.blocks import RoutingRecord, decide
 from mod_jax.models.model import Model, Weights
@@ -101,11 +101,14 @@ class Evaluator:
 
         Raises:
           CausalityError: if they move by more than rounding.
+          NumericsError: if they are not finite.
         """
         if selection in self._selections_proven_causal:
             return 0.0
         moved = self.prefix_movement(weights, selection)
-        if not moved <= CAUSALITY_TOLERANCE[self._config.model.dtype]:  # NaN fails too
+        if not np.isfinite(moved):
+            raise NumericsError(f"selection {selection!r}: the logits of the first held-out batch are not finite")
+        if not moved <= CAUSALITY_TOLERANCE[self._config.model.dtype]:
             raise CausalityError(f"selection {selection!r}: replacing the suffix moved prefix logits by {moved:.3g}")
         self._selections_proven_causal.add(selection)
         return moved

@@ -30,7 +30,7 @@ from mod_jax.evaluation.evaluator import Evaluator
 from mod_jax.models import flops
 from mod_jax.models.model import Model, make_model
 from mod_jax.trained import keep_tokenizer, kept_tokenizer
-from mod_jax.training import resume
+from mod_jax.training import finite, resume
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.interval import Interval
 from mod_jax.training.optimizer import make_optimizer
@@ -99,14 +99,16 @@ def train(config: Config, workdir: str | os.PathLike, *, extend: bool = False, p
             while step < run.num_steps:
                 step += 1
                 with profiler.step(step, run.num_steps, watch.pause):
-                    state, metrics = train_step(state, put_batch(run, next(batches)))
-                watch.after_step(step, metrics)
+                    batch = next(batches)
+                    state, metrics = train_step(state, put_batch(run, batch))
+                watch.after_step(step, metrics, batch["example_ids_B"])
                 stop = guard.requested(step)
                 evals = watch.evaluate(step, evaluator, state) if eval_is_due(run, step) and not stop else None
                 if save_is_due(run, step) or stop:
                     unfinished = watch.unfinished()  # raises after too many bad steps: then nothing is saved
                     if stop or step == run.num_steps or not watch.bad_steps:  # else older, good steps would be lost
                         with watch.pause("save"):
+                            finite.check_state(state, f"the state after step {step}, which was not saved,")
                             checkpointer.save(step, state, metadata(run) | {"interval": unfinished}, evals)
                 if stop:
                     checkpointer.wait()
@@ -204,6 +206,7 @@ def restore_or_init(run: Run, checkpointer: Checkpointer, extend: bool) -> tuple
     if extension := resume.describe_extension(restored.metadata, run.config, restored.step, run.num_steps):
         notes.append(extension)
     say("\n".join([f"RESUMED step {restored.step} of {run.num_steps} from {run.workdir / 'checkpoints'}", *notes]))
+    finite.check_state(restored.state, f"the checkpoint of step {restored.step} (moved away, an older one is used)")
     return restored.state, Interval(restored.metadata.get("interval"))  # which older checkpoints do not have
 
 
@@ -265,6 +268,7 @@ def open_watch(run: Run, step: int, interval: Interval) -> Watch:
         devices=list(run.mesh.devices.flat),
         digest=run.corpus.digest[:12],
         interval=interval,
+        part_names=finite.part_names(run.config.routed_depths, run.abstract_state),
     )
 
 

@@ -110,6 +110,8 @@ def _chunk_sums(z_loss: float, logits_GMV, targets_GM, weights_GM) -> tuple[jax.
     """The two sums of `next_token_sums` over one chunk: M tokens of each of G groups."""
     nats_GM, log_normaliser_GM = token_cross_entropy(logits_GMV, targets_GM)
     cross_entropy = jnp.sum(nats_GM * weights_GM)
+    if not z_loss:  # 0 times a square that overflows would be NaN
+        return cross_entropy, cross_entropy
     return cross_entropy + z_loss * jnp.sum(jnp.square(log_normaliser_GM) * weights_GM), cross_entropy
 
 

@@ -1,8 +1,8 @@
 """The pure training step: (state, batch) -> (state, metrics), and how a state begins.
 
-Randomness is `fold_in(seed, step)`; the learning rate is a function of the step. A step whose loss, gradient or router
-scores are not finite changes nothing but the step count and the count of bad steps. Vocabulary: B rows, T positions,
-L routed blocks.
+Randomness is `fold_in(seed, step)`; the learning rate is a function of the step. A *bad* step, one in which any of
+`finite.finite_parts` is not finite, changes nothing but the step count and the count of bad steps. Vocabulary: B rows,
+T positions, L routed blocks.
 """
 
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import optax
 from mod_jax.config import Config
 from mod_jax.models.blocks import RoutingRecord
 from mod_jax.models.model import Model, Weights
+from mod_jax.training.finite import finite_parts
 from mod_jax.training.losses import LossSums, loss_sums, objective
 from mod_jax.training.optimizer import make_optimizer, make_schedule
 
@@ -45,7 +46,7 @@ class StepSums(NamedTuple):
     gate_L: jax.Array  # over selected tokens
     cutoff_L: jax.Array  # over rows
     rows: jax.Array
-    finite: jax.Array  # number of micro-batches with finite router scores
+    finite_L3: jax.Array  # number of micro-batches with finite router scores, predictor logits, update
 
 
 def init_state(config: Config, model: Model) -> TrainState:
@@ -116,8 +117,7 @@ def make_train_step(config: Config, model: Model, num_steps: int):
             )
             ((loss, sums), grads), _ = jax.lax.scan(accumulate, zeros, micros)
 
-        grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (sums.finite == num_micro)
+        squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)]
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         rate = schedule(state.step)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
@@ -128,24 +128,20 @@ def make_train_step(config: Config, model: Model, num_steps: int):
             config.routing.cutoff_decay,
         )
 
-        def keep(new, old):
-            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
-        state = TrainState(
-            step=state.step + 1,
-            params=keep(params, state.params),
-            opt_state=keep(opt_state, state.opt_state),
-            cutoffs_L=keep(cutoffs_L, state.cutoffs_L),
-            bad_steps=jnp.where(finite, 0, state.bad_steps + 1),
-        )
+        new = TrainState(state.step + 1, params, opt_state, cutoffs_L, jnp.zeros((), jnp.int32))
+        blocks_L4 = jnp.column_stack([sums.finite_L3 == num_micro, jnp.isfinite(cutoffs_L)])
+        parts = finite_parts(state, blocks_L4, loss, squares)
+        finite = jnp.all(parts)
+        kept = state._replace(step=state.step + 1, bad_steps=state.bad_steps + 1)
+        state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, kept)
         return state, _metrics(
             config,
             sums,
             num_tokens,
             loss=loss,
-            grad_norm=grad_norm,
+            grad_norm=jnp.sqrt(sum(squares)),
             rate=rate,
-            finite=finite,
+            finite_parts=parts,
             bad_steps=state.bad_steps,
         )
 
@@ -155,7 +151,14 @@ def make_train_step(config: Config, model: Model, num_steps: int):
 def _step_sums(losses: LossSums, routing: RoutingRecord | None) -> StepSums:
     if routing is None:
         none_L, one = jnp.zeros(0, jnp.float32), jnp.ones((), jnp.float32)
-        return StepSums(losses, none_L, none_L, none_L, none_L, none_L, one, one)
+        return StepSums(losses, none_L, none_L, none_L, none_L, none_L, one, jnp.zeros((0, 3), jnp.float32))
+    scores_LBT, predictions_LBT = routing.router_logits_BT, routing.predictor_logits_BT
+    predictions_LBT = scores_LBT if predictions_LBT is None else predictions_LBT
+    finite_3L = [
+        jnp.all(jnp.isfinite(scores_LBT), axis=(1, 2)),
+        jnp.all(jnp.isfinite(predictions_LBT), axis=(1, 2)),
+        jnp.isfinite(routing.update_square_sum),
+    ]
     has_selected_LB = jnp.isfinite(routing.cutoff_B)
     return StepSums(
         losses=losses,
@@ -165,7 +168,7 @@ def _step_sums(losses: LossSums, routing: RoutingRecord | None) -> StepSums:
         gate_L=jnp.sum(jnp.where(routing.selected_BT, routing.gate_BT, 0.0), axis=(1, 2)),
         cutoff_L=jnp.sum(jnp.where(has_selected_LB, routing.cutoff_B, 0.0), axis=1),
         rows=jnp.sum(has_selected_LB[0], dtype=jnp.float32),
-        finite=jnp.all(jnp.isfinite(routing.router_logits_BT)).astype(jnp.float32),
+        finite_L3=jnp.stack(finite_3L, axis=1).astype(jnp.float32),
     )
 
 
@@ -182,14 +185,15 @@ def _moving_average(old: jax.Array, new: jax.Array, num_seen: jax.Array, decay: 
 
 
 def _metrics(
-    config: Config, sums: StepSums, num_tokens, *, loss, grad_norm, rate, finite, bad_steps
+    config: Config, sums: StepSums, num_tokens, *, loss, grad_norm, rate, finite_parts, bad_steps
 ) -> dict[str, jax.Array]:
     metrics = {
         "train/loss": sums.losses.cross_entropy / num_tokens,
         "train/objective": loss,
         "train/learning_rate": rate,
         "train/grad_norm": grad_norm,
-        "train/finite": finite.astype(jnp.float32),
+        "train/finite": jnp.all(finite_parts).astype(jnp.float32),
+        "train/finite_parts": finite_parts,
         "train/bad_steps": bad_steps,
     }
     if config.num_routed:

@@ -4,6 +4,7 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 
 from mod_jax.analysis.report import write_report
 from mod_jax.analysis.routing_stats import HEALTHY_UPDATE_RATIO, block_name
@@ -12,6 +13,7 @@ from mod_jax.errors import NumericsError
 from mod_jax.evaluation import tables
 from mod_jax.evaluation.evaluator import Evaluator
 from mod_jax.training.console import Console
+from mod_jax.training.finite import BadSteps
 from mod_jax.training.interval import Interval
 from mod_jax.training.rates import Throughput, peak_of_devices
 from mod_jax.training.rows import MetricWriter, read_metrics
@@ -36,8 +38,12 @@ class Watch:
         devices: list[jax.Device],
         digest: str,
         interval: Interval,
+        part_names: list[str],
     ):
-        """`first_step`: the step restored, 0 in a fresh run. `interval`: the unfinished one, restored with it."""
+        """`first_step`: the step restored, 0 in a fresh run. `interval`: the unfinished one, restored with it.
+
+        `part_names`: of the entries of `train/finite_parts`.
+        """
         peak = peak_of_devices(devices)
         self._config, self._writer, self._num_steps = config, writer, num_steps
         self._tokens_per_step, self._flops_per_step, self._digest = tokens_per_step, flops_per_step, digest
@@ -45,23 +51,27 @@ class Watch:
         pauses = {"evaluation": config.train.eval_every, "save": config.train.save_every}
         self._throughput = Throughput(num_steps, tokens_per_step, flops_per_step, peak, pauses)
         self._first_step = first_step
-        self._on_device: list[dict[str, Any]] = []  # metrics of steps that were not read yet
+        self._on_device: list[tuple[int, np.ndarray, dict[str, Any]]] = []  # steps whose metrics were not read yet
         self._interval = interval
         self._step = first_step
         self._warned: set[str] = set()
-        self._longest_streak = 0
-        self.bad_steps = 0  # consecutive non-finite steps up to the last that was read
+        self._bad = BadSteps(part_names, config.data.seq_len)
         self.say = self._console.say
         self.pause = self._throughput.pause
 
-    def after_step(self, step: int, metrics: dict[str, Any]) -> None:
+    @property
+    def bad_steps(self) -> int:
+        """Consecutive bad steps up to the last that was read."""
+        return self._bad.count
+
+    def after_step(self, step: int, metrics: dict[str, Any], example_ids_B: np.ndarray) -> None:
         """Takes the metrics of a step that was just dispatched; logs the interval that ended with the step before."""
         if self._row_is_due():
             self.flush()
         elif self._step == self._first_step + 1:  # the clock starts when the first step of this process has finished
             self._read()
             self._throughput.measure(self._step)
-        self._on_device.append(metrics)
+        self._on_device.append((step, example_ids_B, metrics))
         self._step = step
 
     def flush(self) -> None:
@@ -82,11 +92,11 @@ class Watch:
         self._write(metrics)
         self._console.log(self._step, metrics)
         self._warn(metrics)
-        if self._longest_streak >= self._config.train.max_bad_steps:
+        if self._too_many_bad_steps():
             raise NumericsError(
-                f"{self._longest_streak} consecutive steps up to step {self._step} had a loss, gradient or router "
-                "score that is not finite; the newest checkpoint is from before them. Lower optimizer.learning_rate "
-                "or clip_norm"
+                f"{self._bad.longest} consecutive steps up to step {self._step} were not finite and changed nothing, "
+                f"the first {self._bad.first}. No checkpoint holds what they computed. Lower optimizer.learning_rate "
+                "or clip_norm, or look at these examples"
             )
 
     def unfinished(self) -> dict[str, Any]:
@@ -96,7 +106,7 @@ class Watch:
           NumericsError: if too many consecutive steps were bad.
         """
         self._read()
-        if self._row_is_due() or self._longest_streak >= self._config.train.max_bad_steps:
+        if self._row_is_due() or self._too_many_bad_steps():
             self.flush()
         self._writer.flush()
         return self._interval.to_json()
@@ -139,10 +149,14 @@ class Watch:
     def _read(self) -> None:
         """Moves metrics from the device into the interval; waits for the last step."""
         steps, self._on_device = jax.device_get(self._on_device), []
-        for metrics in steps:
+        for step, example_ids_B, metrics in steps:
+            parts = metrics.pop("train/finite_parts")
+            if self._bad.add(step, parts, int(metrics["train/bad_steps"]), example_ids_B):
+                self.say(f"WARNING skipped a step that was not finite, {self._bad.first}")
             self._interval.add(metrics)
-            self.bad_steps = int(metrics["train/bad_steps"])
-            self._longest_streak = max(self._longest_streak, self.bad_steps)
+
+    def _too_many_bad_steps(self) -> bool:
+        return self._bad.longest >= self._config.train.max_bad_steps
 
     def _write(self, metrics: dict[str, Any]) -> None:
         self._writer.write(self._step, {**metrics, "data/digest": self._digest})
