@@ -23,7 +23,7 @@ EXTRAS = {
         *NOTEBOOKS,
     ],
     "docs": DOCS,
-    "notebooks": NOTEBOOKS,
+    "notebooks": [*NOTEBOOKS, "jupyterlab>=4"],
     "tpu": ["libtpu"],
     "cuda": ["jax[cuda12]"],
     "tensorboard": ["tensorboardX>=2.6"],

@@ -4,7 +4,7 @@
 
 For each capacity the cut-offs of selection "threshold" are calibrated on every other batch of held-out windows, and the
 causal loss is taken on the rest, together with the capacity that the blocks realised there; that, not the one asked
-for, gives the FLOPs. Writes budget_curve.json and budget_curve.png, and prints the table.
+for, gives the FLOPs. Writes budget_curve.json and the plot, and prints the table.
 """
 
 import jax.numpy as jnp
@@ -52,7 +52,10 @@ def main(_) -> None:
     print("\n".join(lines))
 
     outputs.write_json(out / "budget_curve.json", points)
-    plots.save(draw(points), out / "budget_curve.png")
+    figure = draw(points)
+    plots.add_caption(figure, f"{WORKDIR.value}, step {model.step}, corpus {corpus.digest[:12]}, cut-offs by threshold")
+    for ending in ("png", "pdf"):
+        plots.save(figure, out / f"budget_curve.{ending}")
 
 
 def measure(model: sampling.TrainedModel, evaluator, name: str, cutoffs_L: np.ndarray) -> dict:
@@ -72,18 +75,31 @@ def measure(model: sampling.TrainedModel, evaluator, name: str, cutoffs_L: np.nd
 
 def draw(points: list[dict]) -> Figure:
     """The curve, with the trained cut-offs as one point and the top-k loss as a line."""
-    figure = Figure(figsize=(6.5, 4.2))
+    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
     axes = figure.subplots()
     curve = sorted(points[1:], key=lambda p: p["flops_per_token"])
     axes.plot([p["flops_per_token"] for p in curve], [p["loss"] for p in curve], "o-", label="cut-offs shifted")
     axes.plot(points[0]["flops_per_token"], points[0]["loss"], "k*", markersize=12, label="cut-offs of training")
     axes.axhline(points[0]["topk_loss"], linestyle=":", color="gray", label="top-k loss (looks at the future)")
-    for p in curve:
-        axes.annotate(f"{p['realised_capacity']:.2f}", (p["flops_per_token"], p["loss"]), fontsize=7)
+    for p in readable(curve):
+        label = dict(xytext=(0, 8), textcoords="offset points", ha="center", fontsize=7)
+        axes.annotate(f"{p['realised_capacity']:.2g}", (p["flops_per_token"], p["loss"]), **label)
     axes.set_xlabel("FLOPs per token really spent")
     axes.set_ylabel("held-out causal loss, nats per token")
     axes.legend()
+    axes.margins(0.08)
     return figure
+
+
+def readable(curve: list[dict], gap: float = 0.06) -> list[dict]:
+    """The points that can carry a label: each a part of the plot's diagonal away from the one before."""
+    at = np.array([(p["flops_per_token"], p["loss"]) for p in curve])
+    at = at / np.maximum(np.ptp(at, axis=0), 1e-9)
+    kept = [0]
+    for i in range(1, len(curve)):
+        if np.hypot(*(at[i] - at[kept[-1]])) > gap:
+            kept.append(i)
+    return [curve[i] for i in kept]
 
 
 if __name__ == "__main__":

@@ -55,6 +55,23 @@ class TrainedModel:
         return Weights(self.params, self.cutoffs_L)
 
 
+def chosen_workdir(root: pathlib.Path) -> pathlib.Path | None:
+    """The run that $MOD_JAX_RUN names, from `root` on if it is a relative path; None where it is not set.
+
+    Raises:
+      StorageError: if there is no run. Another one is not shown in its place.
+    """
+    name = os.environ.get("MOD_JAX_RUN", "")
+    if not name:
+        return None
+    workdir = root / pathlib.Path(name).expanduser()
+    if not (workdir / CHECKPOINTS).is_dir():
+        raise StorageError(
+            f"MOD_JAX_RUN = {name!r}: {workdir} has no folder {CHECKPOINTS}, so nothing was trained there"
+        )
+    return workdir
+
+
 def restore(workdir: str | os.PathLike, step: int | None = None, *, context: int | None = None) -> TrainedModel:
     """Loads the newest good checkpoint of a run, or that of `step`, onto the first device. Writes nothing.
 

@@ -22,6 +22,13 @@ INK, MUTED, FAINT = "#222222", "#767676", "#d6d6d6"
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MARKERS = ("o", "s", "^", "D")
+# A selection has one colour and one marker in every figure; in grey the markers tell them apart.
+SELECTIONS = {
+    "topk": dict(color=PALETTE[0], marker="o"),
+    "router": dict(color=PALETTE[4], marker="s"),
+    "predictor": dict(color=PALETTE[1], marker="D"),
+    "threshold": dict(color=PALETTE[2], marker="^"),
+}
 _STYLE = {
     "figure.dpi": 120,
     "figure.constrained_layout.use": True,
@@ -51,6 +58,16 @@ _styled = matplotlib.rc_context(_STYLE)  # decorates each function that draws
 _VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "↵"}
 
 
+def add_caption(fig: Figure, text: str) -> None:
+    """Small print below the figure: which run, step, data and commit it is of."""
+    style = dict(ha="left", va="bottom", fontsize=6, color=MUTED)
+    if fig.get_layout_engine() is None:
+        width, height = fig.get_size_inches()
+        fig.text(0.1 / width, 0.05 / height, text, **style)
+    else:
+        fig.supxlabel(text, x=0.01, **style)  # constrained layout makes room for it
+
+
 def save(fig: Figure, path: str | os.PathLike) -> None:
     """Writes the figure in the format of the path's ending (png, svg, pdf)."""
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -68,17 +85,22 @@ def loss_curves(rows: Sequence[dict[str, Any]], title: str = "Loss") -> Figure:
     fig = Figure(figsize=(7.5, 5.6 if selections else 4.2))
     ratios = [3, 1] if selections else [1]
     top, *below = fig.subplots(len(ratios), sharex=True, height_ratios=ratios, squeeze=False).ravel()
-    top.plot(steps, loss, color="#cfcfcf", linewidth=0.8, label=f"training, {mode}")
-    top.plot(steps, _smooth(loss), color=INK, label=f"training, {mode}, smoothed")
-    top.plot(topk_steps, topk, color=PALETTE[0], marker=MARKERS[0], linewidth=1, label=f"held out, {mode}")
-    for i, selection in enumerate(selections, start=1):
-        style = dict(color=PALETTE[i], marker=MARKERS[i % len(MARKERS)], markerfacecolor="white", linewidth=1)
+    smooth, is_short = _smooth(loss), len(loss) < 100
+    if is_short:  # too few values to smooth
+        top.plot(steps, loss, color=INK, label=f"training, {mode}")
+    else:
+        top.plot(steps, loss, color="#bdbdbd", linewidth=0.8, label=f"training, {mode}")
+        top.plot(steps, smooth, color=INK, label=f"training, {mode}, smoothed")
+    top.plot(topk_steps, topk, label=f"held out, {mode}", linewidth=1, **SELECTIONS["topk"])
+    for selection in selections:
+        style = SELECTIONS[selection] | dict(markerfacecolor="white", linewidth=1)
         causal_steps, causal = _series(rows, f"eval/causal_loss/{selection}")
         top.plot(causal_steps, causal, label=f"held out, causal: {selection}", **style | dict(linestyle="none"))
         both, at_causal, at_topk = np.intersect1d(causal_steps, topk_steps, return_indices=True)
         below[0].plot(both, causal[at_causal] - topk[at_topk], **style)
     if len(loss):  # the first moments of a run would flatten all that follows
-        shown = np.concatenate([_smooth(loss)[len(loss) // 30 :], topk])
+        settled = smooth[steps >= steps[-1] * (1 / 5 if is_short else 1 / 30)]
+        shown = np.concatenate([settled, topk])
         low, high = min(shown.min(), np.quantile(loss, 0.01)), shown.max()
         pad = 0.05 * (high - low) or 0.05
         top.set_ylim(low - pad, high + pad)
@@ -103,12 +125,14 @@ def routed_token_map(
     capacity: float | None = None,
     columns: int | None = None,
     selection: str = "topk",
+    weight_range: tuple[float, float] | None = None,
 ) -> Figure:
     """A text, and under each token one cell per routed block: a box where it computes, a line where it is bypassed.
 
     A token is as wide as its piece, so that the text reads as text; it is grey where every routed block is bypassed. A
     box has the colour of its block, or of the gate's weight if `weights_LT` is given. `columns`: characters per line;
-    default 64 for single characters, 96 for longer pieces.
+    default 64 for single characters, 96 for longer pieces. `weight_range`: of the colours, for maps that are to be
+    compared; default that of the weights shown.
     """
     selected_LT = np.asarray(selected_LT, bool)
     single = all(len(piece) <= 1 for piece in pieces)
@@ -119,7 +143,7 @@ def routed_token_map(
 
     text_height, line_height = 1.25, 2 + len(depths)  # in rows of cells; the rest of the 2 is the gap below
     pitch, row = 0.12 if single else 0.0867, 0.14  # inches per character and per row: whole pixels at save's dpi
-    left, right, header, footer = 0.72, 0.55, 0.62, 0.1
+    left, right, header, footer = 0.72, 0.55, 0.62, 0.22
     width = left + columns * pitch + right
     height = header + num_lines * line_height * row + footer
     fig = Figure(figsize=(width, height), layout="none")
@@ -130,7 +154,7 @@ def routed_token_map(
     palette = block_colours(depths)
     if weights_LT is not None:
         weights_LT = np.asarray(weights_LT, np.float64)
-        norm, cmap = _weight_scale(weights_LT[selected_LT])
+        norm, cmap = _weight_scale(*(weight_range or range_of_weights(weights_LT[selected_LT])))
     boxes, fills = [], []
     for t, piece in enumerate(pieces):
         y_text = line_T[t] * line_height + text_height / 2
@@ -153,7 +177,7 @@ def routed_token_map(
             ax.text(-0.8, y, f"block {depth}", ha="right", **small)
             if line == 0:
                 ax.text(columns + 0.8, y, f"{selected_LT[block].mean():.1%}", ha="left", **small)
-    about = f"{selection.replace('topk', 'top-k')} selection, {len(pieces)} tokens"
+    about = f"{_name(selection)} selection, {len(pieces)} tokens"
     about += f", capacity {capacity:.1%}" if capacity else ""
     fig.text(0.1 / width, 1 - 0.12 / height, "Where each routed block computes", va="top", **_TITLE)
     fig.text(0.1 / width, 1 - 0.34 / height, f"{about}. Box: selected, line: bypassed", va="top", color=MUTED)
@@ -166,7 +190,7 @@ def routed_token_map(
 
 
 @_styled
-def score_histograms(scores_per_block, cutoffs, depths: Sequence[int], selected) -> Figure:
+def score_histograms(scores_per_block, cutoffs, depths: Sequence[int], selected, selection: str = "topk") -> Figure:
     """Per block, router scores of selected tokens on top of those of bypassed ones, and the cut-off as a line."""
     columns = min(len(depths), 2 if len(depths) <= 4 else 3)
     lines = -(-len(depths) // columns)
@@ -189,17 +213,17 @@ def score_histograms(scores_per_block, cutoffs, depths: Sequence[int], selected)
         ax.set(xlabel="router score", ylabel="tokens")
         ax.grid(False, axis="x")
         ax.legend(fontsize=8, handlelength=1.4)
-    _add_title(fig, "Router scores")
+    _add_title(fig, f"Router scores under {_name(selection)} selection")
     return fig
 
 
 @_styled
-def routing_by_position(share_L10, depths: Sequence[int]) -> Figure:
+def routing_by_position(share_L10, depths: Sequence[int], selection: str = "topk") -> Figure:
     """Share of each block's selected tokens that lies in each tenth of the row; flat when positions do not matter."""
     share_L10 = np.asarray(share_L10)
     fig = Figure(figsize=(6.5, 3.6))
     ax = fig.subplots()
-    ax.axhline(100 / NUM_DECILES, color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
+    ax.axhline(100 / NUM_DECILES, color=MUTED, linewidth=1, linestyle=(0, (4, 2)), label="no preference")
     middle = np.arange(NUM_DECILES) * 10 + 5
     for i, (share_10, colour) in enumerate(zip(share_L10, block_colours(depths), strict=True)):
         ax.plot(middle, 100 * share_10, color=colour, marker=MARKERS[i % len(MARKERS)], label=f"block {depths[i]}")
@@ -207,7 +231,7 @@ def routing_by_position(share_L10, depths: Sequence[int]) -> Figure:
         xlabel="position in the row, %", ylabel="share of selected tokens, %", xlim=(0, 100), xticks=range(0, 101, 10)
     )
     ax.set_ylim(0, max(20.0, 110 * np.nanmax(share_L10)))
-    _add_title(fig, "Selected tokens by position (dashed: no preference)")
+    _add_title(fig, f"Selected tokens by position under {_name(selection)} selection")
     _legend_at_right(ax)
     return fig
 
@@ -294,11 +318,20 @@ def _wrap(widths: Sequence[int], columns: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(lines), np.array(starts)
 
 
-def _weight_scale(weights: np.ndarray):
-    """Colours for gate weights: light to dark from zero up, or two-sided about a grey zero when some are negative."""
+def range_of_weights(weights: np.ndarray) -> tuple[float, float]:
+    """The range that colours should cover: all but the outermost hundredths."""
     low, high = np.quantile(weights, (0.01, 0.99)) if len(weights) else (0.0, 1.0)
+    return float(low), float(high)
+
+
+def _weight_scale(low: float, high: float):
+    """Colours for gate weights: light to dark from zero up, or two-sided about a grey zero when some are negative."""
     if low < 0:
         ramp = ["#8c2d04", "#ec8f3e", "#c8c8c8", "#5ba3d0", "#08306b"]
         return colors.CenteredNorm(0, max(-low, high)), colors.LinearSegmentedColormap.from_list("weight", ramp)
     ramp = ["#a6cee3", "#2878b5", "#08204a"]
     return colors.Normalize(0, high or 1.0), colors.LinearSegmentedColormap.from_list("weight", ramp)
+
+
+def _name(selection: str) -> str:
+    return selection.replace("topk", "top-k")

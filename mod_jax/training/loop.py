@@ -269,6 +269,7 @@ def open_watch(run: Run, step: int, interval: Interval) -> Watch:
         digest=run.corpus.digest[:12],
         interval=interval,
         part_names=finite.part_names(run.config.routed_depths, run.abstract_state),
+        commit=commit(),
     )
 
 

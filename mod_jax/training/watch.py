@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from mod_jax.analysis.alarms import alarm_metrics, find_alarms, is_early
 from mod_jax.analysis.report import write_report
-from mod_jax.analysis.routing_stats import HEALTHY_UPDATE_RATIO, block_name
 from mod_jax.config import Config
 from mod_jax.errors import NumericsError
 from mod_jax.evaluation import tables
@@ -39,6 +39,7 @@ class Watch:
         digest: str,
         interval: Interval,
         part_names: list[str],
+        commit: str,
     ):
         """`first_step`: the step restored, 0 in a fresh run. `interval`: the unfinished one, restored with it.
 
@@ -51,10 +52,11 @@ class Watch:
         pauses = {"evaluation": config.train.eval_every, "save": config.train.save_every}
         self._throughput = Throughput(num_steps, tokens_per_step, flops_per_step, peak, pauses)
         self._first_step = first_step
+        self._commit = commit
         self._on_device: list[tuple[int, np.ndarray, dict[str, Any]]] = []  # steps whose metrics were not read yet
         self._interval = interval
         self._step = first_step
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, int]] = set()
         self._bad = BadSteps(part_names, config.data.seq_len)
         self.say = self._console.say
         self.pause = self._throughput.pause
@@ -89,9 +91,8 @@ class Watch:
             metrics |= self._throughput.measure(self._step)
         metrics["train/tokens"] = self._step * self._tokens_per_step
         metrics["train/flops"] = self._step * self._flops_per_step
-        self._write(metrics)
         self._console.log(self._step, metrics)
-        self._warn(metrics)
+        self._write(metrics | self._alarms(metrics))
         if self._too_many_bad_steps():
             raise NumericsError(
                 f"{self._bad.longest} consecutive steps up to step {self._step} were not finite and changed nothing, "
@@ -116,8 +117,8 @@ class Watch:
         self.flush()
         with self.pause("evaluation"):
             metrics = evaluator.evaluate(state.weights)
-        self._write(metrics)
         self.say(f"step {step}/{self._num_steps}  {tables.log_line(metrics)}")
+        self._write(metrics | self._alarms(metrics))
         return metrics
 
     def finish(self, evaluator: Evaluator, state: TrainState, workdir: pathlib.Path) -> None:
@@ -128,7 +129,12 @@ class Watch:
         rows = []
         if jax.process_index() == 0:  # alone has the rows
             rows = read_metrics(workdir / "metrics.jsonl")
-            write_report(workdir / "report", rows, pieces, records, jax.device_get(state.cutoffs_L), self._config)
+            caption = (
+                f"{workdir.name}, seed {self._config.seed}, step {self._step}, corpus {self._digest}, "
+                f"mod_jax {self._commit}"
+            )
+            cutoffs_L = jax.device_get(state.cutoffs_L)
+            write_report(workdir / "report", rows, pieces, records, cutoffs_L, self._config, caption)
         self._console.close()
         tokens, total_flops = self._step * self._tokens_per_step, self._step * self._flops_per_step
         self.say(f"trained on {tokens:,} tokens with {total_flops:.3g} FLOPs; plots in {workdir / 'report'}")
@@ -161,13 +167,13 @@ class Watch:
     def _write(self, metrics: dict[str, Any]) -> None:
         self._writer.write(self._step, {**metrics, "data/digest": self._digest})
 
-    def _warn(self, metrics: dict[str, Any]) -> None:
-        """Says once per block that its update is out of proportion: the loss alone would not show it."""
-        low, high = HEALTHY_UPDATE_RATIO
-        for depth in self._config.routed_depths:
-            ratio = metrics[f"routing/{block_name(depth)}/update_ratio"]
-            name = f"{block_name(depth)} {'low' if ratio < low else 'high'}"
-            if not low <= ratio <= high and name not in self._warned:
-                self._warned.add(name)
-                meaning = "it has died" if ratio < low else "it drowns the other blocks"
-                self.say(f"WARNING {block_name(depth)}: update/residual norm {ratio:.3g} ({meaning}); said once")
+    def _alarms(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Says what is wrong with a routed block, once per kind and block; returns their number, as metrics."""
+        if is_early(self._step, self._num_steps):
+            return {}
+        alarms = find_alarms(metrics, self._config)
+        for alarm in alarms:
+            if (alarm.kind, alarm.depth) not in self._warned:
+                self._warned.add((alarm.kind, alarm.depth))
+                self.say(f"WARNING {alarm.text}; said once")
+        return alarm_metrics(alarms, self._config)

@@ -66,9 +66,10 @@ def test_figure_saves_and_clips_nothing(tmp_path, name):
     assert box.y1 <= height
 
 
-def test_nothing_global_is_touched():
+def test_nothing_global_is_touched_and_nothing_is_loaded_before_something_is_drawn():
     code = (
-        "import sys, matplotlib; before = matplotlib.rcParams.copy()\n"
+        "import sys, mod_jax.training.loop; assert 'matplotlib' not in sys.modules\n"
+        "import matplotlib; before = matplotlib.rcParams.copy()\n"
         "from mod_jax.analysis import plots\n"
         "plots.routing_by_position([[0.1] * 10], [1])\n"
         "assert matplotlib.rcParams.copy() == before\n"
@@ -78,22 +79,66 @@ def test_nothing_global_is_touched():
 
 
 def test_loss_curves_name_the_selection_and_show_the_gap():
-    fig = plots.loss_curves(_rows(selections=("predictor", "threshold")))
+    fig = plots.loss_curves(_rows(200, selections=("predictor", "threshold")))
     top, below = fig.axes
     expected = {"training, top-k", "training, top-k, smoothed", "held out, top-k"}
     assert set(_labels(top)) == expected | {"held out, causal: predictor", "held out, causal: threshold"}
     np.testing.assert_allclose(below.lines[0].get_ydata(), 0.01, atol=1e-9)
     np.testing.assert_allclose(below.lines[1].get_ydata(), 0.02, atol=1e-9)
-    np.testing.assert_allclose(below.lines[0].get_xdata(), np.arange(100, 601, 100))
+    np.testing.assert_allclose(below.lines[0].get_xdata(), np.arange(100, 2001, 100))
 
 
 def test_loss_of_a_dense_run_claims_no_selection():
     rows = [{"step": i, "train/loss": 2.0, "eval/topk_loss": 2.1} for i in range(1, 5)]
-    assert _labels(plots.loss_curves(rows).axes[0]) == [
-        "training, no routing",
-        "training, no routing, smoothed",
-        "held out, no routing",
-    ]
+    assert _labels(plots.loss_curves(rows).axes[0]) == ["training, no routing", "held out, no routing"]
+
+
+def test_every_line_of_a_short_run_can_be_seen():
+    """Its first values are far above the rest, and it is too short to smooth."""
+    rows = [{"step": 10 * i, "train/loss": 2.0 + 4.0 * (i == 0), "eval/topk_loss": 2.1} for i in range(7)]
+    ax = plots.loss_curves(rows).axes[0]
+    assert len(ax.lines) == len(_labels(ax)) == 2
+    assert ax.get_ylim()[1] < 2.5
+
+
+def test_a_selection_has_one_colour_and_marker_whatever_else_is_drawn():
+    def look(*selections):
+        top = plots.loss_curves(_rows(selections=selections)).axes[0]
+        line = _line(top, "held out, causal: threshold")
+        return line.get_color(), line.get_marker()
+
+    assert look("threshold") == look("predictor", "threshold") == look("predictor", "router", "threshold")
+    looks = [tuple(style.items()) for style in plots.SELECTIONS.values()]
+    assert len(set(looks)) == len({style["marker"] for style in plots.SELECTIONS.values()}) == 4
+
+
+def test_maps_with_one_range_give_one_weight_one_colour():
+    def colour(weights, **options):
+        return _boxes(plots.routed_token_map(list("ab"), np.ones((1, 2), bool), [1], np.array([weights]), **options))[
+            0
+        ][3]
+
+    assert colour([1.0, 2.0]) != colour([1.0, 9.0])
+    assert colour([1.0, 2.0], weight_range=(0.0, 9.0)) == colour([1.0, 9.0], weight_range=(0.0, 9.0))
+
+
+@pytest.mark.parametrize("name", ["loss", "token_map", "scores", "position", "health"])
+def test_a_caption_fits_below_every_figure(name):
+    fig = _figures()[name]
+    plots.add_caption(fig, "run-with-a-name, seed 0, step 828, corpus 0123456789ab, mod_jax 0123456789ab-dirty")
+    FigureCanvasAgg(fig).draw()
+    caption = (fig.texts + [fig._supxlabel])[-1] if name != "token_map" else fig.texts[-1]
+    below = caption.get_window_extent()
+    assert caption.get_text().startswith("run-with")
+    assert below.x1 <= fig.bbox.x1
+    assert not any(ax.get_tightbbox().overlaps(below) for ax in fig.axes if ax.axison)
+
+
+def test_scores_and_positions_name_their_selection():
+    scores = plots.score_histograms([np.arange(9.0)], [5.0], [1], [np.arange(9) > 5])
+    positions = plots.routing_by_position(np.full((1, 10), 0.1), [1], selection="predictor")
+    assert scores.get_suptitle() == "Router scores under top-k selection"
+    assert "under predictor selection" in positions.get_suptitle()
 
 
 def test_cost_axis_is_flops_else_tokens_else_absent():

@@ -29,6 +29,7 @@ def test_agreement_by_hand():
         base_rate_accuracy=6 / 8,
         precision=1 / 3,
         recall=1 / 2,
+        recall_lift=1 / 5,  # (1/2 - 3/8) / (1 - 3/8)
         f1=2 / 5,  # harmonic mean of 1/3 and 1/2 = 2 * (1/6) / (5/6)
         realised_capacity=3 / 8,
         topk_fraction=2 / 8,
@@ -73,6 +74,29 @@ def test_r23_position_share_and_entropy():
     assert _stats("1" + "0" * 19, "0" * 20).summary()["position_entropy"] == 0.0
 
 
+def test_the_share_that_positions_explain():
+    # Two rows, two positions: members 1 0 / 1 0, mean 1/2. Between positions 2 * 2 * 1/4 = 1, in all 4 * 1/4: R2 is 1.
+    def r2(topk):
+        stats = routing_stats.RoutingStats([1])
+        topk_LBT = np.array([topk], bool)
+        stats.update(np.zeros(topk_LBT.shape), topk_LBT, topk_LBT, np.ones(topk_LBT.shape[1:]))
+        return stats.summary()["position_r2"][0]
+
+    assert r2([[1, 0], [1, 0]]) == pytest.approx(1.0)
+    # 1 0 / 0 1: between 0 of 1, so R2 is 0; adjusted 1 - 1 * (4 - 1) / (4 - 2).
+    assert r2([[1, 0], [0, 1]]) == pytest.approx(-0.5)
+    assert np.isnan(r2([[1, 0]]))  # one token per position explains itself
+    chance = np.random.default_rng(0).random((500, 16)) < 0.25
+    assert r2(chance) == pytest.approx(0.0, abs=0.01)
+
+
+def test_recall_beyond_chance_by_hand():
+    # Half of the tokens decided, all members among them: (1 - 1/2) / (1 - 1/2). Half of the members: (1/2 - 1/2) / ...
+    assert _stats("1100", "1100").summary()["recall_lift"] == 1.0
+    assert _stats("1100", "1010").summary()["recall_lift"] == 0.0
+    assert np.isnan(_stats("1111", "1111").summary()["recall_lift"])  # nothing was chosen
+
+
 def test_batching_does_not_matter():
     rng = np.random.default_rng(0)
     logits_LBT, topk_LBT = rng.normal(size=(2, 6, 12)), rng.random((2, 6, 12)) < 0.3
@@ -108,3 +132,9 @@ def test_wrong_number_of_blocks_is_refused():
     stats = routing_stats.RoutingStats(depths=[1, 3])
     with pytest.raises(ValueError, match=r"router_logits has shape \(1, 2, 4\), expected \(2, 2, 4\)"):
         stats.update(np.zeros((1, 2, 4)), np.zeros((1, 2, 4)), np.zeros((1, 2, 4)), np.ones((2, 4)))
+
+
+def test_what_the_token_explains_by_hand():
+    # Token 0 scores 1 and 3, token 1 scores 6 and 6: means 2 and 6, left over 1, 1, 0, 0 of (3, 1, 2, 2) about 4.
+    scores_M, tokens_M = np.array([1.0, 3.0, 6.0, 6.0]), np.array([7, 7, 9, 9])
+    assert routing_stats.explained_by_token(scores_M, tokens_M) == pytest.approx(1 - 2 / 18)

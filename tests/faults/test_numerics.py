@@ -220,7 +220,7 @@ def test_too_many_bad_steps_end_the_run_and_say_where_to_look(tmp_path, fault_at
 @pytest.mark.parametrize(("fault", "step", "saved"), [(flip, 1, []), (flip, 3, [1, 2]), (flip_and_terminate, 2, [1])])
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path, fault_at, monkeypatch, fault, step, saved):
     """The first step, the last one, and the one after which the machine is taken away."""
-    monkeypatch.setattr(loop.Evaluator, "evaluate", lambda *args: {"eval/topk_loss": 1.0})
+    monkeypatch.setattr(loop.Watch, "evaluate", lambda *args: {"eval/topk_loss": 1.0})
     fault_at(after={step: fault})
     end, _ = train(tmp_path / "run")
     what = f"the state after step {step}, which was not saved, is not finite: 1 of "
@@ -230,7 +230,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path, fault_at, monkeypat
 
 
 def test_a_checkpoint_that_is_not_finite_is_refused_at_once(tmp_path, fault_at, monkeypatch):
-    monkeypatch.setattr(loop.Evaluator, "evaluate", lambda *args: {"eval/topk_loss": 1.0})
+    monkeypatch.setattr(loop.Watch, "evaluate", lambda *args: {"eval/topk_loss": 1.0})
     fault_at(after={2: flip_and_terminate})
     with monkeypatch.context() as patch:
         patch.setattr(finite, "check_state", lambda *args: None)

@@ -48,6 +48,7 @@ def make_watch(tiny_config, tmp_path, monkeypatch):
             digest="ab12",
             interval=Interval(interval),
             part_names=["params/a", "router scores of block 1", "loss", "gradient of params/a"],
+            commit="c0ffee",
         )
 
     return make
@@ -142,17 +143,19 @@ def test_t12_too_many_bad_steps_stop_the_run(make_watch, tmp_path):
     watch.flush()
 
 
-def test_r18_an_update_out_of_proportion_is_said_once_per_block(make_watch, capsys):
-    watch = make_watch()
-    for step in range(1, 6):
+def test_an_alarm_is_said_once_and_not_before_a_part_of_the_run_has_passed(make_watch, tmp_path, capsys):
+    watch = make_watch(**{"train.log_every": 10})
+    for step in range(1, 71):
         watch.after_step(step, step_metrics(ratios=(34.0, 0.001)), EXAMPLES)
     watch.flush()
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
-    assert warnings == [
-        "WARNING block01: update/residual norm 34 (it drowns the other blocks); said once",
-        "WARNING block03: update/residual norm 0.001 (it has died); said once",
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("WARNING")] == [
+        "WARNING block01: update/residual norm 34, it drowns the other blocks; try routing.gate=sigmoid; said once",
+        "WARNING block03: update/residual norm 0.001, it has died; try a lower optimizer.learning_rate; said once",
     ]
-    healthy = make_watch()
-    healthy.after_step(1, step_metrics(), EXAMPLES)
+    counts = {row["step"]: row.get("routing/block03/alarms") for row in rows(tmp_path)}
+    assert counts == {1: None, 10: None, 20: None, 30: None, 40: None, 50: 1, 60: 1, 70: 1}
+    healthy = make_watch(first_step=60)
+    healthy.after_step(61, step_metrics(), EXAMPLES)
     healthy.flush()
     assert "WARNING" not in capsys.readouterr().out
