@@ -305,7 +305,7 @@ def test_t12_numerics_end_the_run_and_leave_the_newest_good_checkpoint(tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "restore_or_init", poisoned)
-        patch.setattr(loop.Evaluator, "evaluate", lambda *args: {"eval/topk_loss": math.nan})
+        patch.setattr(Watch, "evaluate", lambda *args: {"eval/topk_loss": math.nan})
         with pytest.raises(NumericsError, match="3 consecutive steps up to step 5"):
             quietly(train, config, workdir)
         assert cli.exit_code(lambda: train(config, workdir)) == 3
