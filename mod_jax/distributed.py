@@ -19,6 +19,7 @@ import sys
 import time
 
 PATIENCE = 3.0  # seconds without a fatal word, after which lines held back are shown
+LONGEST_WAIT = 7 * 24 * 3600.0  # seconds
 GOODBYE = 10.0  # seconds that a process which failed waits for the others to fail alike
 NATIVE = re.compile(r"^[WEF]\d{4} .*\b(coordination_service|preemption_sync_manager|client\.h)", re.MULTILINE)
 FATAL = "the JAX distributed service detected fatal errors"
@@ -62,6 +63,17 @@ def check_same_program(seconds: float) -> None:
         other = state.client.blocking_key_value_get(f"mod_jax/program/{i}", int(1000 * seconds))
         if other != mine:
             raise RuntimeError(f"process {i} has {other}, process {state.process_id} has {mine}")
+
+
+def wait_for_others(what: str) -> None:
+    """Waits, however long it takes, until every process of this run has done `what`; each name serves once.
+
+    Collectives between CPUs give up when a process comes to the first one 30 s late, which preparing and compiling can
+    make it. A process that has died ends the wait, by the heartbeat.
+    """
+    state = _coordination() if _is_one_of_several() else None
+    if state is not None:
+        state.client.wait_at_barrier(f"mod_jax/{what}", int(1000 * LONGEST_WAIT))
 
 
 def code_digest() -> str:

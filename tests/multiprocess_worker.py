@@ -1,33 +1,31 @@
 """One of several processes that train together: test_multiprocess.py starts them.
 
-    python tests/multiprocess_worker.py PORT NUM_PROCESSES ORDER_JSON PROCESS_ID WORKDIR CONFIG_JSON RECORD
+    python tests/multiprocess_worker.py PORT NUM_PROCESSES ORDER_JSON LATE PROCESS_ID WORKDIR CONFIG_JSON RECORD
 
-ORDER_JSON lists the devices in the order in which the mesh takes them. RECORD is a file that gets one line of JSON per
-step, the example ids that this process loads, and then the outcome.
+ORDER_JSON lists the devices in the order in which the mesh takes them. LATE is how many seconds the last process takes
+longer to compile. RECORD is a file that gets one line of JSON per step, the example ids that this process loads, and
+then the outcome.
 """
 
-import faulthandler
 import json
 import sys
+import time
 
 import jax
 
 from mod_jax import host
 
-SECONDS = 300  # after this, say where every thread is, and leave
-
 
 def main() -> None:
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
     host.prepare()
-    port, num_processes, order, process_id, workdir, changes, record = sys.argv[1:]
+    port, num_processes, order, late, process_id, workdir, changes, record = sys.argv[1:]
     jax.distributed.initialize(f"localhost:{port}", int(num_processes), int(process_id))
 
     from mod_jax import sharding
     from mod_jax.config import make_config
     from mod_jax.training import loop
 
-    put_batch, make_mesh = loop.put_batch, sharding.make_mesh
+    put_batch, make_mesh, compile_step = loop.put_batch, sharding.make_mesh, loop.compile_step
     sharding.make_mesh = lambda config: make_mesh(config, [jax.devices()[i] for i in json.loads(order)])
     with open(record, "w") as file:
 
@@ -35,7 +33,12 @@ def main() -> None:
             print(json.dumps(batch["example_ids_B"].tolist()), file=file, flush=True)
             return put_batch(run, batch)
 
-        loop.put_batch = put
+        def compile_late(run):
+            if int(process_id) == int(num_processes) - 1:
+                time.sleep(float(late))
+            return compile_step(run)
+
+        loop.put_batch, loop.compile_step = put, compile_late
         outcome = loop.train(make_config(**json.loads(changes)), workdir)
         print(json.dumps(outcome.value), file=file)
     jax.distributed.shutdown()

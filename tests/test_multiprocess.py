@@ -9,13 +9,12 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 
 import jax
 import pytest
+from faults import harness
 from tiny import TINY
 
 from mod_jax import cli, distributed
@@ -26,7 +25,7 @@ from mod_jax.training.loop import Outcome
 from mod_jax.training.rows import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-TIMEOUT = 400
+GLOO_PATIENCE = 30  # seconds that JAX's collectives between CPUs wait for a process, the first time
 CHANGES = {
     **TINY,
     "model.depth": 2,
@@ -44,14 +43,27 @@ CHANGES = {
 }
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
 class NoneLeft:
-    """On leaving the block, none of `self.processes` is left running."""
+    """On leaving the block, none of `self.processes` is left running. Waits as long as they compute or write."""
+
+    def wait_until(self, condition, what):
+        """Until it holds, while all processes are alive."""
+
+        def holds():
+            over = any(process.poll() is not None for process in self.processes)
+            assert condition() or not over, self.outputs()
+            return condition()
+
+        harness.wait_until(holds, self.busy, what, lambda: str(self.outputs()))
+
+    def wait_for_the_end(self):
+        """The exit codes."""
+        for process in self.processes:
+            harness.wait_until(lambda: process.poll() is not None, self.busy, "its end", lambda: str(self.outputs()))  # noqa: B023
+        return [process.returncode for process in self.processes]
+
+    def busy(self):
+        return sum(harness.cpu_seconds(process.pid) for process in self.processes if process.poll() is None)
 
     def __enter__(self):
         return self
@@ -65,12 +77,12 @@ class NoneLeft:
 class Processes(NoneLeft):
     """The processes of one run, each with its share of eight devices."""
 
-    def __init__(self, folder, workdir, changes, num_processes=2, order=range(8)):
-        port = free_port()
+    def __init__(self, folder, workdir, changes, num_processes=2, order=range(8), late=0):
+        port = harness.free_port()
         flags = f"--xla_force_host_platform_device_count={8 // num_processes} --xla_backend_optimization_level=1"
         environment = dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
         command = [sys.executable, str(ROOT / "tests" / "multiprocess_worker.py"), str(port), str(num_processes)]
-        command.append(json.dumps([*order]))
+        command += [json.dumps([*order]), str(late)]
         folder.mkdir()
         self.records = [folder / f"{i}.jsonl" for i in range(num_processes)]
         self.logs = [folder / f"{i}.log" for i in range(num_processes)]
@@ -84,15 +96,11 @@ class Processes(NoneLeft):
 
     def wait_for_a_step(self):
         """Until both have loaded a batch."""
-        deadline = time.monotonic() + TIMEOUT
-        while not all(record.exists() and record.read_text() for record in self.records):
-            assert time.monotonic() < deadline, self.outputs()
-            assert all(process.poll() is None for process in self.processes), self.outputs()
-            time.sleep(0.1)
+        self.wait_until(lambda: all(record.exists() and record.read_text() for record in self.records), "a step")
 
     def finish(self):
         """(outcome, example ids of each step), by process."""
-        codes = [process.wait(TIMEOUT) for process in self.processes]
+        codes = self.wait_for_the_end()
         assert not any(codes), (codes, self.outputs())
         lines = [[json.loads(line) for line in record.read_text().splitlines()] for record in self.records]
         return [(outcome, ids) for *ids, outcome in lines]
@@ -145,7 +153,8 @@ def test_t4_two_processes_train_save_and_resume_like_one(one_process, tmp_path):
     assert len(first) == len(other_first) < 6
 
     # On a pod a process owns a tile of the mesh. Each pair of devices below holds two rows.
-    with Processes(tmp_path / "second", workdir, CHANGES, order=[0, 4, 1, 2, 5, 6, 3, 7]) as processes:
+    order, late = [0, 4, 1, 2, 5, 6, 3, 7], GLOO_PATIENCE + 1
+    with Processes(tmp_path / "second", workdir, CHANGES, order=order, late=late) as processes:
         (outcome, second), (other_outcome, other_second) = processes.finish()
         assert outcome == other_outcome == "done"
         assert f"RESUMED step {len(first)} of 6" in processes.outputs()[0]
@@ -169,12 +178,12 @@ class Commands(NoneLeft):
     def __init__(self, folder, steps=100_000):
         changes = {**TINY, "model.depth": 2, "data.eval_windows": 8, "train.steps": steps, "train.save_every": 20}
         changes |= {"train.log_every": 10, "train.eval_every": 0}
-        self.folder, self.port, self.processes = folder, free_port(), []
+        self.folder, self.port, self.processes = folder, harness.free_port(), []
         self.flags = ["--config=configs/smoke.py", "--distributed", f"--coordinator_address=localhost:{self.port}"]
         self.flags += ["--num_processes=2", f"--workdir={folder / 'run'}"]
         self.flags += [f"--config.{name}={value}" for name, value in changes.items()]
 
-    def start(self, process_id, *flags, root=ROOT, initialization_timeout=60):
+    def start(self, process_id, *flags, root=ROOT, initialization_timeout=300):
         number = len(self.processes)
         threads = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=1"
         environment = dict(os.environ, XLA_FLAGS=threads, JAX_PLATFORMS="cpu", PYTHONPATH=str(root))
@@ -188,21 +197,25 @@ class Commands(NoneLeft):
     def output(self, number):
         return (self.folder / f"{number}.out").read_text()
 
-    def wait_for_a_checkpoint(self):
-        deadline = time.monotonic() + TIMEOUT
-        while not (self.folder / "run" / "checkpoints" / "20").exists():
-            assert time.monotonic() < deadline, self.output(0)
-            assert all(process.poll() is None for process in self.processes), self.output(0)
-            time.sleep(0.05)
+    def outputs(self):
+        return [path.read_text(errors="replace") for path in sorted(self.folder.glob("*.*"))]
 
-    def end(self, number, seconds):
-        """(exit code, the only line on stderr) of a process that ends within so many seconds."""
-        code = self.processes[number].wait(seconds)
-        error, deadline = self.folder / f"{number}.err", time.monotonic() + 5
-        while not error.read_text().endswith("\n") and time.monotonic() < deadline:
-            time.sleep(0.05)  # the reader of its stderr lives a moment longer
+    def wait_for_a_checkpoint(self):
+        self.wait_until((self.folder / "run" / "checkpoints" / "20").exists, "step 20 is saved")
+
+    def end(self, number):
+        """(exit code, the only line on stderr) of a process that ends by itself."""
+        process, error = self.processes[number], self.folder / f"{number}.err"
+
+        def ended():  # the reader of its stderr lives a moment longer
+            return process.poll() is not None and error.read_text().endswith("\n")
+
+        def busy():
+            return harness.cpu_seconds(process.pid) if process.poll() is None else -1.0
+
+        harness.wait_until(ended, busy, "its end", lambda: str(self.outputs()))
         (line,) = error.read_text().splitlines()
-        return code, line
+        return process.returncode, line
 
 
 @pytest.mark.slow
@@ -210,7 +223,7 @@ def test_a_process_that_never_starts_or_starts_too_late(tmp_path):
     with Commands(tmp_path) as commands:
         for process_id in (0, 1):  # the second comes when the first has given up
             alone = commands.start(process_id, initialization_timeout=3)
-            code, line = commands.end(alone, 3 + 40)
+            code, line = commands.end(alone)
             assert code == 6
             assert line.startswith("error: not all processes came before --initialization_timeout ran out; was each")
 
@@ -222,7 +235,7 @@ def test_a_killed_process_ends_the_other_and_the_same_command_resumes(tmp_path):
         commands.start(1)
         commands.wait_for_a_checkpoint()
         commands.processes[1].kill()
-        code, line = commands.end(0, 10 + 40)
+        code, line = commands.end(0)
         assert code == 6
         assert line.startswith(("error: another process failed, died", "error: process 1 failed, died"))
         assert line.endswith("; the same command on all processes resumes from the newest checkpoint")
@@ -230,7 +243,7 @@ def test_a_killed_process_ends_the_other_and_the_same_command_resumes(tmp_path):
     with Commands(tmp_path, steps=60) as commands:
         commands.start(0)
         commands.start(1)
-        assert [process.wait(TIMEOUT) for process in commands.processes] == [0, 0]
+        assert commands.wait_for_the_end() == [0, 0]
         assert "RESUMED step " in commands.output(0)
         assert "DONE at step 60" in commands.output(0)
 
@@ -242,14 +255,14 @@ def test_a_process_that_hangs_and_what_it_finds_when_it_wakes(tmp_path):
         commands.start(1)
         commands.wait_for_a_checkpoint()
         commands.processes[1].send_signal(signal.SIGSTOP)
-        code, line = commands.end(0, 10 + 40)
+        code, line = commands.end(0)
         assert code == 6
         assert line.startswith(
             "error: process 1 failed, died, hangs or cannot be reached (see its own output); the same"
         )
 
         commands.processes[1].send_signal(signal.SIGCONT)
-        code, line = commands.end(1, 10 + 40)
+        code, line = commands.end(1)
         assert code == 6
         # It was given up: it hears so, or finds nobody, whichever comes first.
         assert line.startswith(tuple(f"error: {who}" for who in ("process 0, which", "another process", "process 1 f")))
@@ -266,7 +279,7 @@ def test_processes_that_are_not_the_same_program(tmp_path):
         commands.start(0)
         commands.start(1, root=other)
         for number in (0, 1):
-            code, line = commands.end(number, 60)
+            code, line = commands.end(number)
             assert code == 6
             assert line.startswith("error: the processes could not connect: process ")
             assert line.count(", code ") == 2
@@ -276,7 +289,7 @@ def test_processes_that_are_not_the_same_program(tmp_path):
         commands.start(0)
         commands.start(1, "--num_processes=3")
         for number in (0, 1):
-            code, line = commands.end(number, 60)
+            code, line = commands.end(number)
             assert code == 6
             assert "2 processes, jax " in line
             assert "3 processes, jax " in line
@@ -286,8 +299,8 @@ def test_processes_that_are_not_the_same_program(tmp_path):
 def test_a_process_id_given_twice(tmp_path):
     with Commands(tmp_path) as commands:
         for process_id in (0, 1, 1):
-            commands.start(process_id, initialization_timeout=5)
-        ends = [commands.end(number, 5 + 40) for number in range(3)]
+            commands.start(process_id, initialization_timeout=30)
+        ends = [commands.end(number) for number in range(3)]
         assert [code for code, _ in ends] == [6, 6, 6]
         assert any("process_id 1 was given twice, or started again while" in line for _, line in ends)
 
@@ -297,8 +310,8 @@ def test_a_process_that_fails_alone_keeps_its_own_error(tmp_path):
     with Commands(tmp_path) as commands:
         commands.start(0)
         bad = commands.start(1, "--config.data.source=text:nowhere")
-        assert commands.end(bad, distributed.GOODBYE + 40)[0] == 5
-        code, line = commands.end(0, distributed.GOODBYE + 10 + 40)
+        assert commands.end(bad)[0] == 5
+        code, line = commands.end(0)
         assert code == 6
         assert line.startswith("error: ")
 
@@ -309,7 +322,7 @@ def test_all_processes_refuse_two_configs_alike(tmp_path):
         commands.start(0)
         commands.start(1, "--config.seed=5")
         for number in (0, 1):
-            code, line = commands.end(number, 60)
+            code, line = commands.end(number)
             assert code == 2
             assert line.startswith("error: the processes of this run hold different configs, by process: ")
 

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 import mod_jax
 from mod_jax import config as config_lib
-from mod_jax import outputs, paths, sharding
+from mod_jax import distributed, outputs, paths, sharding
 from mod_jax.config import Config
 from mod_jax.data.batches import Batch, train_batches
 from mod_jax.data.corpus import Corpus, describe_corpus, prepare_corpus
@@ -132,6 +132,7 @@ def prepare_run(config: Config, workdir: str | os.PathLike) -> Run:
     """Opens the data, checks what needs data or devices to check, and describes the run on stdout."""
     workdir = paths.folder_to_write("--workdir", workdir)
     corpus = prepare_corpus(config.data, kept_tokenizer(workdir, config))
+    distributed.wait_for_others("prepared")
     check_processes_agree(config, corpus)
     vocab_size = vocabulary(config, corpus)
     mesh = sharding.make_mesh(config)
@@ -217,6 +218,7 @@ def compile_step(run: Run) -> jax.stages.Compiled:
     memory = compiled.memory_analysis()
     needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**20
     say(f"compiled the train step in {time.perf_counter() - start:.1f} s; memory {needed:,.0f} MiB per device")
+    distributed.wait_for_others("compiled")
     return compiled
 
 
