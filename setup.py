@@ -57,6 +57,7 @@ setuptools.setup(
         "optax>=0.2.8,<0.3",
         "orbax-checkpoint>=0.12.8,<0.13",
         "tensorflow-datasets>=4.9.9,<5",
+        "tensorstore>=0.1.70",
         "tqdm>=4.66",
     ],
     extras_require=EXTRAS,

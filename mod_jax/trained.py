@@ -90,22 +90,27 @@ def restore(workdir: str | os.PathLike, step: int | None = None, *, context: int
     directory = workdir / CHECKPOINTS
     if not directory.is_dir():
         raise StorageError(f"{directory}: there is no such folder, so nothing was trained in this workdir yet")
-    with Checkpointer(directory, read_only=True) as checkpointer:
-        metadata = checkpointer.read_metadata(step)
-        if metadata is None:
-            raise StorageError(f"{directory}: there is no finished checkpoint yet")
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    parts = {}
+
+    def wanted(metadata: dict[str, Any]) -> dict[str, Any]:
+        """What to read of a step, which its own metadata tells."""
         config = saved_config(metadata)
         if context is not None:
             config = with_context(config, context)
         tokenizer = load_tokenizer(workdir, config, metadata)
         model = make_model(config, config.model.vocab_size or tokenizer.vocab_size)
-        here = SingleDeviceSharding(jax.local_devices()[0])
+        parts.update(config=config, tokenizer=tokenizer, model=model)
         cutoffs_L = jax.ShapeDtypeStruct((config.num_routed,), jnp.float32)
         abstract = {"params": model.abstract_params, "cutoffs_L": cutoffs_L}
-        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract)
-        restored = checkpointer.restore_fields(abstract, step)
-    params, cutoffs_L = restored.state["params"], restored.state["cutoffs_L"]
-    return TrainedModel(config, model, params, cutoffs_L, tokenizer, restored.step, metadata, restored.metrics)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract)
+
+    with Checkpointer(directory, read_only=True) as checkpointer:
+        restored = checkpointer.restore_fields(wanted, step)
+    if restored is None:
+        raise StorageError(f"{directory}: there is no finished checkpoint yet")
+    found = dict(step=restored.step, metadata=restored.metadata, evaluation=restored.metrics)
+    return TrainedModel(**parts, **restored.state, **found)
 
 
 def with_context(config: Config, context: int) -> Config:

@@ -1,4 +1,4 @@
-"""Checkpoints: saved in the background, verified on the way back, never lost in silence.
+"""Checkpoints: saved in the background, checked once they are there, verified on the way back, never lost in silence.
 
 Orbax writes atomically but verifies nothing: a flipped bit restores without a word, and a damaged newest step ends the
 run although an older one is good. This module adds what is missing; no other reads or writes through Orbax. On disk:
@@ -7,43 +7,39 @@ run although an older one is good. This module adds what is missing; no other re
                        rest/        every other leaf of the train state
                        record/      JSON: the caller's metadata, metrics, and shape, dtype and digest of every leaf
     <directory>/quarantine/         steps that were set aside: <step>-damaged, or <step>-superseded after a rollback
+    <directory>/pruned/             older steps while they are deleted
 
-Vocabulary. A step is *damaged* if it cannot be read back bit for bit; it is set aside and an older one is used. A
-*mismatch* is a good step of another model: an error for a person to solve, so nothing is moved.
+Vocabulary. A step is *damaged* if its own files prove that it cannot be read back bit for bit (`damage.py`). It is set
+aside once an older one was read by the same code. A *mismatch* is a good step of another model: an error for a person
+to solve. Whatever else fails is a StorageError. Neither moves a file.
 """
 
 import contextlib
-import hashlib
-import json
 import math
 import os
+import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from mod_jax.errors import CheckpointMismatch, StorageError
-from mod_jax.outputs import canonical, plain
+from mod_jax.errors import StorageError
+from mod_jax.outputs import plain
+from mod_jax.training import damage
+from mod_jax.training.damage import DamageError, VanishedError, one_line
 from mod_jax.training.digest import compute_digests
-
-# Failures that say nothing about the files: no reason to set a step aside.
-_NOT_DAMAGE = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
-
-
-class _DamageError(Exception):
-    """A step cannot be read back as it was written."""
+from mod_jax.training.leaves import check_abstract, check_structure, describe, empty, flatten, items
+from mod_jax.training.step_folders import StepFolders
 
 
 class Restored(NamedTuple):
-    """What came back: `state` is the train state, or the parameters alone from `restore_params`; `metrics` as saved."""
+    """What came back: `state` is the train state, or the parameters alone from `restore_params`."""
 
     step: int
     state: Any
@@ -55,7 +51,8 @@ class Checkpointer:
     """Saves and restores train states in one directory. Every process of a run constructs one and makes the same calls.
 
     Every method first waits for the save in flight, so that a save that failed in the background is reported by
-    whichever call comes next, and so that a step is listed only once it is on disk.
+    whichever call comes next, and so that a step is listed only once it is on disk. Process 0 lists, moves and deletes
+    for all: two hosts may see a shared disk differently for a while.
     """
 
     def __init__(
@@ -72,25 +69,14 @@ class Checkpointer:
         Raises:
           StorageError: if files cannot be written here.
         """
-        path = os.fspath(directory)
-        self._directory = epath.Path(path if "://" in path else os.path.abspath(os.path.expanduser(path)))
+        self._directory = pathlib.Path(directory).expanduser().absolute()
         self._metric = metric
+        self._folders = StepFolders(self._directory, keep, metric)
         self._read_only = read_only
         self._saving: int | None = None
-        self._losses: dict[int, float] = {}
+        self._saver = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         if not read_only:
-            self._check_writable()
-        policies = [preservation_policy.LatestN(n=keep), _KeepBest(self._best_of)]
-        options = ocp.CheckpointManagerOptions(
-            create=not read_only,
-            cleanup_tmp_directories=not read_only,
-            # Not its own `read_only`, which only adds two warnings: it writes nothing but in `save`, refused below.
-            preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
-        )
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
-        for step in self._manager.all_steps():
-            with contextlib.suppress(Exception):  # a damaged record is dealt with when its step is wanted
-                self._note_loss(step, self._read_record(step)["metrics"])
+            self._on_process_0(self._folders.prepare, "cannot write checkpoints here")
 
     def save(self, step: int, state: Any, metadata: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
         """Starts saving `state`; returns once it has left the device, so that its buffers may be donated.
@@ -110,38 +96,37 @@ class Checkpointer:
             raise StorageError(f"{self._directory} was opened read-only; step {step} was not saved")
         if metrics is not None and self._metric not in metrics:
             raise ValueError(f"metrics lack {self._metric!r}, which ranks checkpoints; found {sorted(metrics)}")
+        newer = [other for other in self.all_steps() if other >= step]
         self.check_space(state)
-        for newer in [s for s in self.all_steps() if s >= step]:
-            moved_to = self._set_aside(newer, "superseded")
-            logging.warning("CHECKPOINT step %d set aside before saving step %d: now in %s", newer, step, moved_to)
+        for other in newer:
+            self._set_aside(other, "superseded", f"set aside before saving step {step}")
 
-        leaves = _flatten(state)
-        described, digests = _describe(leaves), compute_digests(leaves)
+        leaves = flatten(state)
+        described, digests = describe(leaves), compute_digests(leaves)
         record = plain(
             {
+                "step": step,
                 "metadata": metadata,
                 "metrics": metrics and {name: float(value) for name, value in metrics.items()},
                 "leaves": {path: dict(described[path], digest=digests[path]) for path in leaves},
             }
         )
-        items = {
-            **{name: ocp.args.StandardSave(item) for name, item in _items(leaves).items()},
-            "record": ocp.args.JsonSave(dict(record, sha256=_checksum(record))),
+        to_save = {
+            **{name: ocp.args.StandardSave(item) for name, item in items(leaves).items()},
+            "record": ocp.args.JsonSave(dict(record, sha256=damage.record_checksum(record))),
         }
-        self._note_loss(step, metrics)
         self._saving = step
         with self._naming_the_failed_save():
-            saved = self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        if not saved:
-            raise StorageError(f"{self._directory}: step {step} was not saved, and Orbax does not say why")
+            self._saver.save(self._directory / str(step), args=ocp.args.Composite(**to_save))
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
-        """Restores a step, or the newest good one, onto the shardings of `abstract_state`.
+    def restore(self, wanted: Any, step: int | None = None) -> Restored | None:
+        """Restores a step, or the newest good one, onto the shardings of `wanted`.
 
         Damaged steps are set aside on the way, each with one loud line in the log.
 
         Args:
-          abstract_state: the train state with `jax.ShapeDtypeStruct` leaves, each with its sharding.
+          wanted: the train state with `jax.ShapeDtypeStruct` leaves, each with its sharding. Or a function that gives
+            it from the metadata of the very step that is about to be read; it may refuse the step by raising.
           step: the step wanted; None for the newest good one.
 
         Returns:
@@ -149,20 +134,19 @@ class Checkpointer:
 
         Raises:
           CheckpointMismatch: if the step holds leaves of other names, shapes or dtypes.
-          StorageError: if the requested step is missing or damaged, or if there were steps and none is good.
+          StorageError: if the requested step is missing or damaged, if there were steps and none is good, or if the
+            disk cannot be read.
         """
-        _check_abstract(abstract_state)
-        return self._newest_good(step, lambda candidate: self._load(candidate, abstract_state))
+        return self._newest_good(step, lambda candidate: self._load(candidate, wanted))
 
-    def restore_params(self, abstract_params: Any, step: int | None = None) -> Restored | None:
+    def restore_params(self, wanted: Any, step: int | None = None) -> Restored | None:
         """Like `restore`, for the parameters alone; nothing else is read."""
-        restored = self.restore_fields({"params": abstract_params}, step)
+        restored = self.restore_fields({"params": wanted}, step)
         return restored and restored._replace(state=restored.state["params"])
 
-    def restore_fields(self, abstract_fields: dict[str, Any], step: int | None = None) -> Restored | None:
+    def restore_fields(self, wanted: Any, step: int | None = None) -> Restored | None:
         """Like `restore`, for some fields of the state, {"params": ..., "cutoffs_L": ...}; no other array is read."""
-        _check_abstract(abstract_fields)
-        return self._newest_good(step, lambda candidate: self._load(candidate, abstract_fields, tuple(abstract_fields)))
+        return self._newest_good(step, lambda candidate: self._load(candidate, wanted, some_fields=True))
 
     def read_metadata(self, step: int | None = None) -> dict[str, Any] | None:
         """Returns the metadata of a step, or of the newest one whose record is good, without reading arrays."""
@@ -171,7 +155,12 @@ class Checkpointer:
     def all_steps(self) -> list[int]:
         """Steps on disk, oldest first."""
         self.wait()
-        return sorted(self._manager.all_steps())
+        steps = self._on_process_0(self._folders.steps, "cannot be read")
+        if jax.process_count() > 1:
+            count = int(multihost_utils.broadcast_one_to_all(np.array(len(steps or ()))))
+            padded = np.array(steps or [0] * count, np.int64)
+            steps = [int(step) for step in multihost_utils.broadcast_one_to_all(padded)] if count else []
+        return steps
 
     def latest_step(self) -> int | None:
         """The newest step on disk."""
@@ -179,256 +168,208 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """The step with the lowest finite metric; the newest of equals; None if no step has one."""
-        return self._best_of(self.all_steps())
+        self.wait()
+        return self._on_process_0(self._folders.best_step, "cannot be read")
 
     def wait(self) -> None:
-        """Blocks until the save in flight is on disk.
+        """Blocks until the save in flight is on disk and complete, then deletes the steps that are no longer kept.
 
         Raises:
-          StorageError: if it failed.
+          StorageError: if the save failed, or cannot be opened. Then no older step is deleted.
         """
         with self._naming_the_failed_save():
-            self._manager.wait_until_finished()
+            self._saver.wait_until_finished()
+        if self._saving is not None:
+            saved, self._saving = self._saving, None
+            self._on_process_0(lambda: self._folders.check(saved), f"step {saved} was saved and cannot be read back")
+            self._on_process_0(self._folders.prune, "cannot be read")
 
     def close(self) -> None:
         """Waits like `wait`, then releases the background threads."""
-        with self._naming_the_failed_save():
-            self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._saver.close()
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *exc_info):
-        self.close()
+    def __exit__(self, error_type, error, traceback):
+        if error is None:
+            self.close()
+            return
+        try:  # the error that ends the run is the one to be shown; other processes may be gone
+            self._saver.close()
+        except Exception as failed:
+            logging.error("%s: saving step %s failed: %s", self._directory, self._saving, one_line(failed))
 
     def check_space(self, state: Any) -> None:
         """Raises StorageError unless one more copy of `state` (arrays or ShapeDtypeStructs) fits on the disk.
 
         `save` checks for itself; call this with the abstract state before a long run to hear of it before the run.
         """
-        if "://" in os.fspath(self._directory):
-            return  # a bucket has no size
         needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-        free = shutil.disk_usage(self._directory).free
+        try:
+            free = shutil.disk_usage(self._directory).free
+        except OSError as error:
+            raise StorageError(f"{self._directory}: cannot write checkpoints here: {one_line(error)}") from error
         if free < needed:
             raise StorageError(f"{self._directory}: a checkpoint needs {needed:,} bytes, {free:,} are free")
 
-    def _check_writable(self) -> None:
-        probe = self._directory / f".probe-{jax.process_index()}"
+    # Reading.
+
+    def _newest_good(self, step: int | None, load: Callable[[int], Any]) -> Any:
+        """Returns `load(step)`, or if step is None `load` of the newest step that is not damaged."""
+        for _ in range(20):  # a run with train.keep = 1 may remove what is being read, and has a newer step then
+            try:
+                return self._search(load) if step is None else self._one(step, load)
+            except VanishedError as error:
+                vanished = error
+        raise StorageError(f"{self._directory}: steps vanish faster than they can be read: {vanished}")
+
+    def _one(self, step: int, load: Callable[[int], Any]) -> Any:
+        steps = self.all_steps()
+        if step not in steps:
+            raise StorageError(f"{self._directory}: no step {step}; available steps: {steps or 'none'}")
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            probe.write_text("")
-            probe.unlink()
-        except OSError as error:
-            raise StorageError(f"{self._directory}: cannot write checkpoints here: {_one_line(error)}") from error
+            return load(step)
+        except DamageError as cause:
+            others = [other for other in steps if other != step]
+            raise StorageError(
+                f"{self._directory}: step {step} is damaged: {one_line(cause)}; other steps: {others or 'none'}"
+            ) from cause
+
+    def _search(self, load: Callable[[int], Any]) -> Any:
+        damaged: dict[int, DamageError] = {}
+        for candidate in reversed(self.all_steps()):
+            try:
+                value = load(candidate)
+            except DamageError as cause:
+                damaged[candidate] = cause
+                continue
+            # Only now: had no step been read, then not the steps but what reads them might be at fault.
+            for step, cause in damaged.items():
+                self._set_aside(step, "damaged", f"IS DAMAGED, step {candidate} is used. Cause: {one_line(cause)}")
+            return value
+        if damaged:
+            causes = "; ".join(f"step {step}: {one_line(cause)}" for step, cause in damaged.items())
+            raise StorageError(f"{self._directory}: no checkpoint can be read, and none was moved. {causes}")
+        if self._on_process_0(self._folders.quarantine.exists, "cannot be read"):
+            raise StorageError(
+                f"{self._directory}: there were checkpoints and all were set aside; see {self._folders.quarantine}. "
+                "To start afresh, use another workdir"
+            )
+        return None
+
+    def _load(self, step: int, wanted: Any, some_fields: bool = False) -> Restored:
+        record = self._read_record(step)
+        abstract = wanted(record["metadata"]) if callable(wanted) else wanted
+        check_abstract(abstract)
+        leaves = flatten(abstract)
+        fields = {path.split("/")[0] for path in leaves}
+        saved = {
+            path: leaf for path, leaf in record["leaves"].items() if not some_fields or path.split("/")[0] in fields
+        }
+        digests = {path: leaf.pop("digest") for path, leaf in saved.items()}
+        check_structure(step, saved, describe(leaves))
+        folder = self._directory / str(step)
+
+        def read():
+            restored = {path: empty(leaf) for path, leaf in leaves.items() if not leaf.size}
+            for name, item in items(leaves).items():
+                damage.check_arrays(folder / name, {path: saved[path] for path in item})
+                if some_fields and name == "rest":
+                    placed = ocp.checkpoint_utils.construct_restore_args(item)
+                    args = ocp.args.PyTreeRestore(item, restore_args=placed, partial_restore=True)
+                    restored |= ocp.PyTreeCheckpointHandler().restore(epath.Path(folder / name), args=args)
+                else:
+                    args = ocp.args.StandardRestore(item)
+                    restored |= ocp.StandardCheckpointHandler().restore(epath.Path(folder / name), args=args)
+            return restored
+
+        restored = _together(read, folder)
+        found = compute_digests(restored)
+        changed = [path for path in leaves if found[path] != digests[path]]
+        if changed:
+            raise DamageError(f"{len(changed)} of {len(leaves)} leaves changed on disk, first {changed[0]}")
+        state = jax.tree.unflatten(jax.tree.structure(abstract), [restored[path] for path in leaves])
+        return Restored(step, state, record["metadata"], record["metrics"])
+
+    def _read_record(self, step: int) -> dict[str, Any]:
+        folder = self._directory / str(step)
+
+        def read():
+            damage.check_files(folder)
+            return damage.read_record(folder)
+
+        return _together(read, folder)
+
+    def _set_aside(self, step: int, why: str, message: str) -> None:
+        """Says loudly what becomes of a step, and moves it to quarantine."""
+
+        def move() -> None:
+            place = self._directory / str(step) if self._read_only else self._folders.set_aside(step, why)
+            level = logging.ERROR if why == "damaged" else logging.WARNING
+            logging.log(level, "CHECKPOINT step %d %s. Now in %s", step, message, place)
+
+        self._on_process_0(move, f"step {step} cannot be set aside")
+
+    # Several processes.
+
+    def _on_process_0(self, action: Callable[[], Any], what: str) -> Any:
+        """Runs `action` on process 0 and waits for it on all. Returns what it gives there, None elsewhere.
+
+        Raises:
+          StorageError: on every process, if it failed.
+        """
+        value, error = None, None
+        if jax.process_index() == 0:
+            try:
+                value = action()
+            except Exception as raised:
+                error = raised
+        failed = error is not None
+        if jax.process_count() > 1:
+            failed = bool(multihost_utils.broadcast_one_to_all(np.array(failed)))
+        if failed:
+            cause = one_line(error) if error else "see process 0"
+            raise StorageError(f"{self._directory}: {what}: {cause}") from error
+        return value
 
     @contextlib.contextmanager
     def _naming_the_failed_save(self):
         try:
             yield
         except Exception as error:
-            self._manager.reload()  # forget the step that never reached the disk
-            raise StorageError(f"{self._directory}: saving step {self._saving} failed: {_one_line(error)}") from error
-
-    def _newest_good(self, step: int | None, load: Callable[[int], Any]) -> Any:
-        """Returns `load(step)`, or if step is None `load` of the newest step that is not damaged."""
-        steps = self.all_steps()
-        if step is not None:
-            if step not in steps:
-                raise StorageError(f"{self._directory}: no step {step}; available steps: {steps or 'none'}")
-            value, cause = _attempt(load, step)
-            if cause is None:
-                return value
-            others = [s for s in steps if s != step]
-            raise StorageError(
-                f"{self._directory}: step {step} is damaged: {_one_line(cause)}; other steps: {others or 'none'}"
-            ) from cause
-
-        for candidate in reversed(steps):
-            value, cause = _attempt(load, candidate)
-            if cause is None:
-                return value
-            moved_to = self._set_aside(candidate, "damaged")
-            logging.error(
-                "CHECKPOINT step %d IS DAMAGED, trying an older one. Cause: %s. Now in %s",
-                candidate,
-                _one_line(cause),
-                moved_to,
-            )
-        if steps or self._quarantine.exists():
-            raise StorageError(
-                f"{self._directory}: there were checkpoints and none is usable; see {self._quarantine}. "
-                "To start afresh, use another directory or remove this one"
-            )
-        return None
-
-    def _load(self, step: int, abstract: Any, fields: tuple[str, ...] | None = None) -> Restored:
-        record = self._read_record(step)
-        wanted = _flatten(abstract)
-        leaves = {path: leaf for path, leaf in record["leaves"].items() if not fields or path.split("/")[0] in fields}
-        saved_digests = {path: leaf.pop("digest") for path, leaf in leaves.items()}
-        _check_structure(step, leaves, _describe(wanted))
-
-        def read():
-            restored = {path: _empty(leaf) for path, leaf in wanted.items() if not leaf.size}
-            for name, item in _items(wanted).items():
-                directory = self._directory / str(step) / name
-                if fields and name == "rest":
-                    placed = ocp.checkpoint_utils.construct_restore_args(item)
-                    args = ocp.args.PyTreeRestore(item, restore_args=placed, partial_restore=True)
-                    restored |= ocp.PyTreeCheckpointHandler().restore(directory, args=args)
-                else:
-                    args = ocp.args.StandardRestore(item)
-                    restored |= ocp.StandardCheckpointHandler().restore(directory, args=args)
-            return restored
-
-        restored = _together(read)
-        digests = compute_digests(restored)
-        changed = [path for path in wanted if digests[path] != saved_digests[path]]
-        if changed:
-            raise _DamageError(f"{len(changed)} of {len(wanted)} leaves changed on disk, first {changed[0]}")
-        state = jax.tree.unflatten(jax.tree.structure(abstract), [restored[path] for path in wanted])
-        return Restored(step, state, record["metadata"], record["metrics"])
-
-    def _read_record(self, step: int) -> dict[str, Any]:
-        directory = self._directory / str(step) / "record"
-        record = _together(lambda: ocp.JsonCheckpointHandler().restore(directory, args=ocp.args.JsonRestore()))
-        if record.pop("sha256") != _checksum(record):
-            raise _DamageError("the record does not match its checksum")
-        return record
-
-    @property
-    def _quarantine(self) -> epath.Path:
-        return self._directory / "quarantine"
-
-    def _set_aside(self, step: int, why: str) -> epath.Path:
-        """Moves a step to quarantine, where nothing looks for steps. Returns where it is now."""
-        source = self._directory / str(step)
-        if self._read_only:
-            return source
-        target = self._quarantine / f"{step}-{why}"
-        while target.exists():
-            target = target.with_name(f"{target.name}-again")
-        multihost_utils.sync_global_devices(f"before moving {source}")
-        if jax.process_index() == 0:
-            self._quarantine.mkdir(exist_ok=True)
-            source.rename(target)
-        multihost_utils.sync_global_devices(f"after moving {source}")
-        self._manager.reload()
-        return target
-
-    def _note_loss(self, step: int, metrics: dict[str, float] | None) -> None:
-        loss = float((metrics or {}).get(self._metric, math.nan))  # in a record it may be the string "NaN"
-        self._losses[step] = loss if math.isfinite(loss) else math.inf
-
-    def _best_of(self, steps: Sequence[int]) -> int | None:
-        ranked = [step for step in steps if self._losses.get(step, math.inf) < math.inf]
-        return min(ranked, key=lambda step: (self._losses[step], -step), default=None)
+            if jax.process_count() > 1 and isinstance(error, jax.errors.JaxRuntimeError):
+                raise  # another process is lost, which the command line explains
+            step, self._saving = self._saving, None
+            if jax.process_index() == 0:  # what is half written takes room
+                self._folders.remove_unfinished()
+            raise StorageError(f"{self._directory}: saving step {step} failed: {one_line(error)}") from error
 
 
-class _KeepBest:
-    """Orbax preservation policy: keeps the best step.
-
-    Not Orbax's own `BestN`: that keeps every step without metrics by default, sorts NaN anywhere, and needs metrics in
-    a file which, damaged, prevents Orbax from opening the directory at all.
-    """
-
-    def __init__(self, best_of: Callable[[Sequence[int]], int | None]):
-        self._best_of = best_of
-
-    def should_preserve(self, checkpoints, *, context) -> list[bool]:
-        del context
-        best = self._best_of([info.step for info in checkpoints])
-        return [info.step == best for info in checkpoints]
+_GOOD, _DAMAGED, _UNREADABLE = range(3)
 
 
-def _attempt(load: Callable[[int], Any], step: int) -> tuple[Any, Exception | None]:
-    """Returns (load(step), None), or (None, cause) if the step is damaged."""
-    try:
-        return load(step), None
-    except (CheckpointMismatch, *_NOT_DAMAGE):
-        raise
-    except Exception as error:
-        return None, error
-
-
-def _together(read: Callable[[], Any]) -> Any:
-    """Returns `read()`, or raises on every process if it failed on any.
+def _together(read: Callable[[], Any], folder: pathlib.Path) -> Any:
+    """Returns `read()`, or raises on every process if it failed on any: the worst of their errors decides.
 
     A file may be damaged for the one process whose shard it holds. Were that process alone to stop, the others would
-    wait for it forever in the next collective; for the same reason Orbax's handlers are called without its manager,
-    which ends a restore with a barrier.
+    wait for it forever in the next collective. For the same reason Orbax's handlers are called without its
+    checkpointer, which ends a restore with a barrier.
     """
-    value, cause = None, None
+    value, error, verdict = None, None, _GOOD
     try:
         value = read()
-    except Exception as error:
-        cause = error
-    if jax.process_count() > 1 and np.any(multihost_utils.process_allgather(np.array(cause is not None))):
-        cause = cause or _DamageError("another process could not read it")
-    if cause is not None:
-        raise cause
+    except Exception as raised:
+        error = damage.judge(raised, folder)
+        verdict = _DAMAGED if isinstance(error, DamageError) else _UNREADABLE
+    if jax.process_count() > 1:
+        worst = int(np.max(multihost_utils.process_allgather(np.array(verdict))))
+        if worst > verdict:
+            other = {_DAMAGED: DamageError, _UNREADABLE: StorageError}[worst]
+            error = other(f"{folder}: another process could not read it, see there")
+    if error is not None:
+        raise error
     return value
-
-
-def _flatten(tree: Any) -> dict[str, Any]:
-    """Leaves by path, in tree order: {"params/embed/w": leaf}. Saved flat, a step is exactly what its record lists."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def _items(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What goes into each item on disk. Orbax refuses what is empty: such leaves stand in the record alone."""
-    items: dict[str, dict[str, Any]] = {}
-    for path, leaf in leaves.items():
-        if leaf.size:
-            items.setdefault("params" if _is_param(path) else "rest", {})[path] = leaf
-    return items
-
-
-def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
-
-
-def _is_param(path: str) -> bool:
-    return path.split("/")[0] == "params"
-
-
-def _describe(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {path: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for path, leaf in leaves.items()}
-
-
-def _check_abstract(tree: Any) -> None:
-    """Raises ValueError for a leaf without sharding, lest the caller's slip be taken for a damaged step."""
-    for path, leaf in _flatten(tree).items():
-        if getattr(leaf, "sharding", None) is None:
-            raise ValueError(f"abstract leaf {path} must have a sharding; found {leaf}")
-
-
-def _check_structure(step: int, saved: dict[str, dict], wanted: dict[str, dict], shown: int = 5) -> None:
-    """Raises CheckpointMismatch unless both describe the same leaves."""
-    differing = [path for path in {**wanted, **saved} if saved.get(path) != wanted.get(path)]
-    if not differing:
-        return
-
-    def text(leaf):
-        return f"{leaf['dtype']}{leaf['shape']}" if leaf else "absent"
-
-    lines = [f"  {path}: {text(saved.get(path))} -> {text(wanted.get(path))}" for path in differing[:shown]]
-    if len(differing) > shown:
-        lines.append(f"  and {len(differing) - shown} more")
-    raise CheckpointMismatch(f"step {step} is of another model (checkpoint -> model):\n" + "\n".join(lines))
-
-
-def _checksum(record: dict[str, Any]) -> str:
-    as_read = json.loads(canonical(record))
-    return hashlib.sha256(canonical(as_read).encode()).hexdigest()
-
-
-def _one_line(error: BaseException, ends: int = 200) -> str:
-    """Type and message on one line, without the pages that TensorStore adds; its cause stands at either end."""
-    text = str(error).split(" See full TensorStore details")[0]
-    text = " ".join(f"{type(error).__name__}: {text}".split())
-    return text if len(text) <= 2 * ends else f"{text[:ends]} ... {text[-ends:]}"

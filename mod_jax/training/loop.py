@@ -1,7 +1,8 @@
 """The training loop, which reads as a table of contents, and what frames it: prepare, resume, save.
 
-Layout of a workdir: config.json, metrics.jsonl, tokenizer/, checkpoints/<step>/, report/*.png, and if asked for
-tensorboard/ and profile/. Rerunning the same command resumes; a finished run is only reported again.
+Layout of a workdir: claim.json (which run is using it), config.json, metrics.jsonl, tokenizer/, checkpoints/<step>/,
+report/*.png, and if asked for tensorboard/ and profile/. Rerunning the same command resumes; a finished run is only
+reported again.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ from mod_jax.errors import ConfigError, DataError
 from mod_jax.evaluation.evaluator import Evaluator
 from mod_jax.models import flops
 from mod_jax.models.model import Model, make_model
-from mod_jax.trained import keep_tokenizer, kept_tokenizer
-from mod_jax.training import finite, resume
+from mod_jax.trained import CHECKPOINTS, causal_selection, keep_tokenizer, kept_tokenizer, why_not_sampled
+from mod_jax.training import claim, finite, resume
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.interval import Interval
 from mod_jax.training.optimizer import make_optimizer
@@ -78,7 +79,10 @@ def train(config: Config, workdir: str | os.PathLike, *, extend: bool = False, p
         run = prepare_run(config, workdir)
         with (
             jax.set_mesh(run.mesh),
-            Checkpointer(run.workdir / "checkpoints", keep=config.train.keep) as checkpointer,
+            claim.hold(run.workdir) as check_claim,
+            Checkpointer(
+                run.workdir / CHECKPOINTS, keep=config.train.keep, metric=ranking_metric(config)
+            ) as checkpointer,
             Profiler(run.workdir / "profile", enabled=profile) as profiler,
             contextlib.ExitStack() as closing,
         ):
@@ -107,6 +111,7 @@ def train(config: Config, workdir: str | os.PathLike, *, extend: bool = False, p
                 if save_is_due(run, step) or stop:
                     unfinished = watch.unfinished()  # raises after too many bad steps: then nothing is saved
                     if stop or step == run.num_steps or not watch.bad_steps:  # else older, good steps would be lost
+                        check_claim()
                         with watch.pause("save"):
                             finite.check_state(state, f"the state after step {step}, which was not saved,")
                             checkpointer.save(step, state, metadata(run) | {"interval": unfinished}, evals)
@@ -195,20 +200,31 @@ def abstract_state(config: Config, model: Model, mesh: jax.sharding.Mesh) -> Tra
 
 def restore_or_init(run: Run, checkpointer: Checkpointer, extend: bool) -> tuple[TrainState, Interval]:
     """The newest good checkpoint of this very run, or a fresh state, and its unfinished interval; says loudly which."""
-    saved = checkpointer.read_metadata()
-    if saved is None:
-        say(f"FRESH RUN: no checkpoint in {run.workdir / 'checkpoints'}")
+    notes = []
+
+    def wanted(saved: dict[str, Any]) -> TrainState:
+        notes[:] = resume.check_same_run(saved, run.config, run.corpus.digest, run.num_steps, extend)
+        resume.check_same_tokenizer(saved, run.corpus.tokenizer.digest)
+        return run.abstract_state
+
+    restored = checkpointer.restore(wanted)
+    if restored is None:
+        say(f"FRESH RUN: no checkpoint in {run.workdir / CHECKPOINTS}")
         shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state)
         return jax.jit(lambda: init_state(run.config, run.model), out_shardings=shardings)(), Interval()
-    notes = resume.check_same_run(saved, run.config, run.corpus.digest, run.num_steps, extend)
-    resume.check_same_tokenizer(saved, run.corpus.tokenizer.digest)
-    restored = checkpointer.restore(run.abstract_state)
     resume.check_length(restored.metadata, restored.step, run.num_steps)
     if extension := resume.describe_extension(restored.metadata, run.config, restored.step, run.num_steps):
         notes.append(extension)
     say("\n".join([f"RESUMED step {restored.step} of {run.num_steps} from {run.workdir / 'checkpoints'}", *notes]))
     finite.check_state(restored.state, f"the checkpoint of step {restored.step} (moved away, an older one is used)")
     return restored.state, Interval(restored.metadata.get("interval"))  # which older checkpoints do not have
+
+
+def ranking_metric(config: Config) -> str:
+    """What ranks checkpoints: the loss of sampling's default selection; top-k's where there is no causal one."""
+    if not config.num_routed or why_not_sampled(config):
+        return "eval/topk_loss"
+    return f"eval/causal_loss/{causal_selection(config)}"
 
 
 def compile_step(run: Run) -> jax.stages.Compiled:

@@ -17,6 +17,7 @@ from absl import logging
 
 from mod_jax.errors import ConfigError
 from mod_jax.outputs import NON_FINITE, plain, to_json
+from mod_jax.paths import writing
 from mod_jax.training.trackers import TRACKERS
 
 
@@ -41,15 +42,18 @@ class MetricWriter:
 
         Raises:
           ConfigError: the tracker's package is not installed.
+          StorageError: rows cannot be written; so for every method. A run whose rows are lost ends: its checkpoints are
+            good, and the same command goes on from the newest once there is room.
         """
         self._file = self._tracker = None
         if jax.process_index() != 0:
             return
         workdir = pathlib.Path(workdir).resolve()
-        workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / "metrics.jsonl"
-        resumed = self._path.exists()
-        self._open_after(math.inf if resumed_at is None else resumed_at)
+        with writing(self._path):
+            workdir.mkdir(parents=True, exist_ok=True)
+            resumed = self._path.exists()
+            self._open_after(math.inf if resumed_at is None else resumed_at)
         if tracker != "none":
             with self._tracking():
                 self._tracker = TRACKERS[tracker](workdir, config or {}, run_name or workdir.name, resumed, resumed_at)
@@ -59,8 +63,9 @@ class MetricWriter:
         if self._file is None:
             return
         row = plain(metrics)
-        self._file.write(to_json({"step": int(step)} | row) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(to_json({"step": int(step)} | row) + "\n")
+            self._file.flush()
         with self._tracking():
             if self._tracker is not None:
                 self._tracker.log({k: v for k, v in row.items() if not isinstance(v, str)}, step=int(step))
@@ -68,17 +73,19 @@ class MetricWriter:
     def flush(self) -> None:
         """Makes every row written so far survive a power cut."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            with writing(self._path):
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if self._file is None:
             return
-        self.flush()
-        self._file.close()
+        file, self._file = self._file, None
         with self._tracking():
             if self._tracker is not None:
                 self._tracker.finish()
-        self._file = self._tracker = None
+        self._tracker = None
+        with writing(self._path), file:
+            os.fsync(file.fileno())
 
     def _open_after(self, step: float) -> None:
         """Rewrites the file without rows after `step` and without a half-written last line, then opens it to append."""

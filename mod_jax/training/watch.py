@@ -12,6 +12,7 @@ from mod_jax.config import Config
 from mod_jax.errors import NumericsError
 from mod_jax.evaluation import tables
 from mod_jax.evaluation.evaluator import Evaluator
+from mod_jax.paths import writing
 from mod_jax.training.console import Console
 from mod_jax.training.finite import BadSteps
 from mod_jax.training.interval import Interval
@@ -134,7 +135,8 @@ class Watch:
                 f"mod_jax {self._commit}"
             )
             cutoffs_L = jax.device_get(state.cutoffs_L)
-            write_report(workdir / "report", rows, pieces, records, cutoffs_L, self._config, caption)
+            with writing(workdir / "report"):
+                write_report(workdir / "report", rows, pieces, records, cutoffs_L, self._config, caption)
         self._console.close()
         tokens, total_flops = self._step * self._tokens_per_step, self._step * self._flops_per_step
         self.say(f"trained on {tokens:,} tokens with {total_flops:.3g} FLOPs; plots in {workdir / 'report'}")

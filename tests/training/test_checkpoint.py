@@ -1,5 +1,7 @@
 """Checkpoints under every kind of damage: what comes back is bit for bit what was saved, or an error says why."""
 
+import errno
+import json
 import os
 import resource
 import shutil
@@ -12,12 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint._src.serialization import ocdbt_utils
 
-from mod_jax.errors import CheckpointMismatch, StorageError
-from mod_jax.training import checkpoint
-from mod_jax.training.checkpoint import Checkpointer, compute_digests
+from mod_jax import paths
+from mod_jax.errors import CheckpointMismatch, ResumeRefused, StorageError
+from mod_jax.training import checkpoint, damage
+from mod_jax.training.checkpoint import Checkpointer
+from mod_jax.training.damage import read_record
+from mod_jax.training.digest import compute_digests
 
 # Orbax leaves futures of a failed read unawaited; pytest reports them from whichever test runs next.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -175,7 +183,7 @@ def test_without_the_digests_a_flipped_bit_is_restored_in_silence(directory, mon
     saved = {}
     monkeypatch.setattr(checkpoint, "compute_digests", lambda leaves: {path: saved[path] for path in leaves})
     with Checkpointer(directory, read_only=True) as checkpointer:
-        saved |= {path: leaf["digest"] for path, leaf in checkpointer._read_record(2)["leaves"].items()}
+        saved |= {path: leaf["digest"] for path, leaf in read_record(directory / "2")["leaves"].items()}
         restored = checkpointer.restore(abstract(make_state(0)), step=2)
     pairs = zip(jax.tree.leaves(restored.state), jax.tree.leaves(make_state(2)), strict=True)
     assert sum(not np.array_equal(a, b) for a, b in pairs) == 1
@@ -269,12 +277,21 @@ def test_a_requested_step_is_found_or_refused(directory):
             checkpointer.restore(wanted, step=2)
 
 
-def test_nothing_usable_is_never_a_fresh_start(directory):
+def test_nothing_usable_is_never_a_fresh_start_and_moves_nothing(directory):
+    """Were no step readable because the library changed, setting them aside would hide every good one."""
+    wanted = abstract(make_state(0))
     for step in (1, 2):
         truncate(data_file(directory, step=step))
-    for _ in range(2):  # the second time, nothing but the quarantine is left
-        with Checkpointer(directory) as checkpointer, pytest.raises(StorageError, match="none is usable"):
-            checkpointer.restore(abstract(make_state(0)))
+    with Checkpointer(directory) as checkpointer:
+        for _ in range(2):
+            with pytest.raises(StorageError, match=r"can be read, and none was moved. step 2: .*; step 1: "):
+                checkpointer.restore(wanted)
+        assert checkpointer.all_steps() == [1, 2]
+        (directory / "quarantine").mkdir()
+        for step in (1, 2):
+            (directory / str(step)).rename(directory / "quarantine" / f"{step}-damaged")
+        with pytest.raises(StorageError, match=r"all were set aside; see .*quarantine. To start afresh, use another"):
+            checkpointer.restore(wanted)
 
 
 def test_read_only_falls_back_and_moves_nothing(directory):
@@ -416,3 +433,193 @@ def test_leaf_without_elements_survives_though_orbax_refuses_it(tmp_path):
         restored = checkpointer.restore(abstract).state
     assert restored["cutoffs_L"].shape == (0,)
     np.testing.assert_array_equal(restored["params"]["w"], [0.0, 1.0, 2.0])
+
+
+ERRNOS = (
+    *(errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE),
+    *(errno.ETIMEDOUT, errno.EROFS, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENODEV, errno.ENXIO),
+)
+
+
+def errors_that_prove_nothing():
+    for code in ERRNOS:
+        yield OSError(code, os.strerror(code))
+        wrapped = Exception("Encountered error while reading array index: (slice(0, 512, 1),)")  # by Orbax, of:
+        wrapped.__cause__ = ValueError(f"UNKNOWN: Error reading: {os.strerror(code)} [os_error_code='{code}']")
+        yield wrapped
+    yield from (MemoryError(), ConnectionResetError("peer"), TimeoutError("server"))
+
+
+def changed_library():
+    yield from (AttributeError("restore"), TypeError("unexpected keyword"), ImportError("x"), NotImplementedError())
+
+
+PLACES = {
+    "listing of files": (damage, "check_files"),
+    "record": (damage, "read_record"),
+    "index of the arrays": (damage, "check_arrays"),
+    "arrays": (ocp.StandardCheckpointHandler, "restore"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_does_not_prove_damage_leaves_every_step_in_place(directory, monkeypatch, place):
+    """The same error at every step, or at the newest alone while the older one could be read."""
+    wanted = abstract(make_state(0))
+    owner, name = PLACES[place]
+    works = getattr(owner, name)
+
+    def failing(error, times):
+        def fail(*args, **kwargs):
+            nonlocal times
+            times -= 1
+            if times >= 0:
+                raise error
+            return works(*args, **kwargs)
+
+        return fail
+
+    cases = [(error, times) for error in errors_that_prove_nothing() for times in (1, 1000)]
+    cases += [(error, 1000) for error in changed_library()]
+    with Checkpointer(directory) as checkpointer:
+        for error, times in cases:
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, failing(error, times))
+                with pytest.raises(StorageError) as raised:
+                    checkpointer.restore(wanted)
+            assert "\n" not in str(raised.value)
+            assert str(directory) in str(raised.value)
+        assert checkpointer.restore(wanted).step == 2
+    assert sorted(path.name for path in directory.iterdir()) == ["1", "2"]
+
+
+def test_a_folder_that_is_gone_or_empty_while_a_run_uses_it(directory):
+    with Checkpointer(directory) as checkpointer:
+        directory.rename(directory.with_name("unmounted"))
+        for call in (checkpointer.all_steps, lambda: checkpointer.restore(abstract(make_state(0)))):
+            with pytest.raises(StorageError, match=f"{directory}: cannot be read: FileNotFoundError"):
+                call()
+        with pytest.raises(StorageError, match=f"{directory}: cannot be read"):
+            checkpointer.save(3, make_state(3), {})
+        directory.with_name("unmounted").rename(directory)
+        assert checkpointer.restore(abstract(make_state(0))).step == 2
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_files_that_this_user_may_not_read_are_no_damage(directory):
+    program = """
+import os, sys
+import jax, jax.numpy as jnp
+from mod_jax.errors import StorageError
+from mod_jax.training.checkpoint import Checkpointer
+here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+os.setuid(65534)
+try:
+    with Checkpointer(sys.argv[1], read_only=True) as checkpointer:
+        checkpointer.restore_fields(lambda metadata: {"step": jax.ShapeDtypeStruct((), jnp.int32, sharding=here)})
+except StorageError as error:
+    print(error)
+"""
+    for folder in (directory, *directory.parents[:4]):  # pytest keeps its folders to its user
+        folder.chmod(0o755)
+    (directory / "2/record/metadata").chmod(0)
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": ""}
+    said = subprocess.run(
+        [sys.executable, "-c", program, directory], capture_output=True, text=True, check=True, env=environment
+    )
+    assert "could not be read, and was left as it is: PermissionError" in said.stdout, said.stderr
+
+
+def test_a_save_that_cannot_be_opened_is_an_error_and_older_steps_stay(tmp_path, monkeypatch):
+    """Orbax merges the files of its processes by a pattern; where it finds none, it says nothing and writes nothing."""
+
+    async def merge_nothing(*args, **kwargs):
+        return None
+
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, make_state(1), {})
+        checkpointer.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(ocdbt_utils, "merge_ocdbt_per_process_files", merge_nothing)
+            checkpointer.save(2, make_state(2), {})
+            with pytest.raises(StorageError, match=r"step 2 was saved and cannot be read back: .*manifest.ocdbt"):
+                checkpointer.wait()
+        assert checkpointer.all_steps() == [1, 2]
+        assert checkpointer.restore(abstract(make_state(0))).step == 1
+        checkpointer.save(2, make_state(2), {})
+        assert checkpointer.all_steps() == [2]
+
+
+@pytest.mark.parametrize("name", ["{a,b}", "née ~", "a:b", "100%25", "x]", "#1 & more", "-x", "'\""])
+def test_any_path_that_the_door_lets_in_can_be_saved_to(tmp_path, name):
+    state = {"params": {"w": jnp.arange(3.0)}}
+    with Checkpointer(paths.folder_to_write("--workdir", tmp_path / name)) as checkpointer:
+        checkpointer.save(1, state, {})
+        assert_same_bits(checkpointer.restore(abstract(state)).state, state)
+
+
+def test_a_reader_takes_the_next_step_when_one_vanishes_while_it_is_read(directory, monkeypatch):
+    """As beside a run that saves often and keeps one step: here the newest is replaced each time it is being read."""
+    reads = []
+    read_record = damage.read_record
+
+    def vanishing(step):
+        record = read_record(step)
+        reads.append(int(step.name))
+        if len(reads) <= 3:
+            newer = step.with_name(str(int(step.name) + 1))
+            shutil.copytree(step, newer)
+            forged = record | {"step": int(newer.name)}
+            checksum = damage.record_checksum(forged)
+            (newer / damage.RECORD).write_text(json.dumps(forged | {"sha256": checksum}))
+            shutil.rmtree(step)
+        return read_record(step)
+
+    shutil.rmtree(directory / "1")
+    with Checkpointer(directory, read_only=True) as checkpointer, monkeypatch.context() as patch:
+        patch.setattr(damage, "read_record", vanishing)
+        restored = checkpointer.restore(abstract(make_state(0)))
+    assert reads == [2, 3, 4, 5]
+    assert restored.step == 5
+    assert_same_bits(restored.state, make_state(2))
+
+
+def test_metadata_and_arrays_are_of_one_step(directory):
+    """The newest record is good, its arrays are not: what describes the arrays must come from the older step too."""
+    truncate(data_file(directory))
+    asked = []
+
+    def wanted(metadata):
+        asked.append(metadata)
+        return {"params": abstract(make_state(0).params)}
+
+    with Checkpointer(directory, read_only=True) as checkpointer:
+        restored = checkpointer.restore_fields(wanted)
+    assert asked == [{"seen": 2}, {"seen": 1}]
+    assert (restored.step, restored.metadata) == (1, {"seen": 1})
+
+
+def test_what_the_caller_refuses_is_the_caller_s_error(directory):
+    def wanted(metadata):
+        raise ResumeRefused("not this run")
+
+    with Checkpointer(directory) as checkpointer:
+        with pytest.raises(ResumeRefused):
+            checkpointer.restore(wanted)
+        assert checkpointer.all_steps() == [1, 2]
+
+
+def test_the_worst_of_what_several_processes_met_decides_for_all(directory, monkeypatch):
+    """One process meets a damaged shard, another a disk that is gone: nobody may take that for damage alone."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for other, expected in ((0, damage.DamageError), (1, damage.DamageError), (2, StorageError)):
+        monkeypatch.setattr(multihost_utils, "process_allgather", lambda mine, other=other: np.array([mine, other]))
+
+        def read():
+            raise damage.DamageError("mine")
+
+        with pytest.raises(expected):
+            checkpoint._together(read, directory / "2")
+        if other:
+            with pytest.raises(expected, match="another process could not read it"):
+                checkpoint._together(lambda: "good", directory / "2")

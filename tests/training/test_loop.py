@@ -91,7 +91,9 @@ def assert_same_bits(actual, expected):
 
 
 def contents(workdir):
-    return {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file() and "report" not in path.parts}
+    """All that a run leaves but its plots, and but the claim, which says when this process used the workdir."""
+    paths = (path for path in workdir.rglob("*") if path.is_file() and path.name != "claim.json")
+    return {path: path.read_bytes() for path in paths if "report" not in path.parts}
 
 
 @pytest.fixture
@@ -422,3 +424,18 @@ def test_a_real_sigterm_and_a_kill_change_nothing(tmp_path):
     config = make_config(**changes)
     assert_same_bits(restored(broken, config), restored(whole, config))
     assert learned(broken) == learned(whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "metric"),
+    [
+        ({}, "eval/causal_loss/predictor"),
+        ({"routing.predictor": False, "routing.aux_weight": 0.1}, "eval/causal_loss/router"),
+        ({"routing.predictor": False}, "eval/causal_loss/threshold"),
+        ({"routing.gate": "softmax"}, "eval/topk_loss"),
+        ({"routing.score": "stochastic", "routing.predictor": False}, "eval/topk_loss"),
+        ({"model.layout": "F"}, "eval/topk_loss"),
+    ],
+)
+def test_checkpoints_are_ranked_by_a_loss_of_a_language_model_where_there_is_one(tiny_config, changes, metric):
+    assert loop.ranking_metric(tiny_config(**changes)) == metric
