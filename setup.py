@@ -26,7 +26,7 @@ EXTRAS = {
     "notebooks": [*NOTEBOOKS, "jupyterlab>=4"],
     "tpu": ["libtpu"],
     "cuda": ["jax[cuda12]"],
-    "tensorboard": ["tensorboardX>=2.6"],
+    "tensorboard": ["tensorboard>=2.18", "tensorboardX>=2.6"],  # the viewer, and what writes for it
     "wandb": ["wandb"],
     "trackio": ["trackio"],
     "bpe": ["tokenizers>=0.20"],

@@ -30,7 +30,7 @@ CHANGES = {
     "free": "nothing: the same command resumes the run",
     "corpus": "nothing, as long as the corpus keeps its digest",
     "length": "`--extend`, unless it gives the same number of steps",
-    "weights": "a new run, to which these weights would fit",
+    "weights": "`--init_from=WORKDIR`: a new run, from step 0, that begins with these weights and keeps the tokenizer",
     "never": "a new run: the weights have other shapes, or other meanings",
 }
 

@@ -9,8 +9,9 @@ from absl import app, flags
 from mod_jax import cli, streams
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; an existing one is resumed.", required=True)
-DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print size and cost, compile the step, train nothing.")
+DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print size, cost and time; train nothing.")
 EXTEND = flags.DEFINE_bool("extend", False, "Allow a changed run length when resuming.")
+INIT_FROM = flags.DEFINE_string("init_from", None, "Begin a new run with the weights of the run in this workdir.")
 PROFILE = flags.DEFINE_bool("profile", False, "Trace a few steps for xprof, into WORKDIR/profile.")
 CONFIG = cli.define_config()
 DISTRIBUTED = cli.define_distributed()
@@ -27,9 +28,12 @@ def main(argv: list[str]) -> int:
 
         config = cli.read_config(CONFIG.value)
         if DRY_RUN.value:
-            loop.dry_run(config, WORKDIR.value)
+            from mod_jax.training.dry_run import dry_run
+
+            dry_run(config, WORKDIR.value)
         else:
-            loop.train(config, WORKDIR.value, extend=EXTEND.value, profile=PROFILE.value)
+            verbs = dict(extend=EXTEND.value, init_from=INIT_FROM.value)
+            loop.train(config, WORKDIR.value, **verbs, profile=PROFILE.value)
 
     return cli.exit_code(run)
 

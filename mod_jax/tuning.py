@@ -3,7 +3,10 @@
 No other file asks whether a program runs on a CPU, a TPU or a GPU.
 """
 
+import contextlib
 import dataclasses
+import os
+import pathlib
 import re
 
 import jax
@@ -44,6 +47,16 @@ PEAK_FLOPS = {
     "H200": Peak(989e12, "H200"),
     "B200": Peak(2250e12, "B200"),
 }
+
+
+def memory_bytes(device: jax.Device) -> int | None:
+    """What a device can hold; a CPU, what its machine has, or its container may take. None where nobody knows."""
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit")
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")] if hasattr(os, "sysconf") else []
+    with contextlib.suppress(OSError, ValueError):
+        limits.append(int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text()))  # "max" without a limit
+    return min(limits, default=None)
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -172,6 +172,18 @@ def identity(spec: str) -> str:
     return spec
 
 
+def known_vocab_size(spec: str) -> int | None:
+    """Number of ids, as far as the spec alone tells; a trained tokenizer may have fewer. None: its model must be read.
+
+    Raises:
+      ConfigError: the spec is malformed.
+    """
+    kind, argument = _parse(spec)
+    if kind == "sentencepiece":
+        return None
+    return int(argument) if kind == "bpe" else ByteTokenizer().vocab_size
+
+
 def needs_training(spec: str) -> bool:
     return _parse(spec)[0] == "bpe"
 

@@ -3,10 +3,11 @@
 Vocabulary: B rows, T positions, D width, V vocabulary, L routed blocks in order of depth. A *unit* is the shortest
 run of blocks that the stack repeats, such as (full, routed). Units are stored stacked, one leading axis per
 parameter, and run by `lax.scan`; `model.scan = False` runs the same parameters as a plain loop. What is left over
-when depth is not a multiple of the unit, the *tail*, is stored and run block by block.
+when depth is not a multiple of the unit, the *tail*, is stored and run block by block. `by_depth` and `from_depth` turn
+that into one entry per block, and back.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,26 @@ class ModelOutput(NamedTuple):
 def repeating_unit(blocks: tuple[BlockSpec, ...]) -> int:
     """Length of the shortest prefix that, cycled, gives the whole stack: FRFRF -> 2."""
     return next(p for p in range(1, len(blocks) + 1) if all(b == blocks[i % p] for i, b in enumerate(blocks)))
+
+
+def by_depth(params: dict[str, Any], config: Config) -> list[dict[str, Any]]:
+    """The parameters of each block, first block first, whatever unit and tail they are stored in.
+
+    `params` is a tree of arrays like a model's parameters: gradients and moments have the same shape.
+    """
+    unit = repeating_unit(config.blocks)
+    units = unstack(params["units"]["blocks"], len(config.blocks) // unit)
+    tail = params["tail"]["blocks"] if len(config.blocks) % unit else {}
+    return [group[i] for group in (*units, tail) for i in sorted(group)]
+
+
+def from_depth(blocks: list[dict[str, Any]], params: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Inverse of `by_depth`: `params` with the parameters of all blocks replaced by these."""
+    unit = repeating_unit(config.blocks)
+    in_units = len(blocks) // unit * unit
+    stacked = {i: jax.tree.map(lambda *w: jnp.stack(w), *blocks[i:in_units:unit]) for i in range(unit)}
+    tail = {"tail": {"blocks": dict(enumerate(blocks[in_units:]))}} if blocks[in_units:] else {}
+    return {**params, "units": {"blocks": stacked}, **tail}
 
 
 class BlockGroup(nnx.Module):

@@ -52,6 +52,13 @@ def _start_trackio(
 
 
 TRACKERS = dict(tensorboard=_TensorBoard, wandb=_start_wandb, trackio=_start_trackio)
+PACKAGES = dict(tensorboard="tensorboardX", wandb="wandb", trackio="trackio")
+
+
+def check_installed(tracker: str) -> None:
+    """Raises ConfigError if the package of this tracker, as in train.tracker, is missing. Call before the work."""
+    if tracker != "none":
+        _import(PACKAGES[tracker], tracker)
 
 
 def _import(package: str, extra: str) -> Any:

@@ -122,13 +122,13 @@ class Watch:
         self._write(metrics | self._alarms(metrics))
         return metrics
 
-    def finish(self, evaluator: Evaluator, state: TrainState, workdir: pathlib.Path) -> None:
-        """Draws the report and says in a few lines how the run ended."""
+    def finish(self, evaluator: Evaluator, state: TrainState, workdir: pathlib.Path) -> dict[str, Any]:
+        """Draws the report. Returns the row of the last evaluation; {} outside process 0, which alone has the rows."""
         self.flush()
         self._writer.flush()
         pieces, records = evaluator.records(state.weights)
         rows = []
-        if jax.process_index() == 0:  # alone has the rows
+        if jax.process_index() == 0:
             rows = read_metrics(workdir / "metrics.jsonl")
             caption = (
                 f"{workdir.name}, seed {self._config.seed}, step {self._step}, corpus {self._digest}, "
@@ -138,11 +138,7 @@ class Watch:
             with writing(workdir / "report"):
                 write_report(workdir / "report", rows, pieces, records, cutoffs_L, self._config, caption)
         self._console.close()
-        tokens, total_flops = self._step * self._tokens_per_step, self._step * self._flops_per_step
-        self.say(f"trained on {tokens:,} tokens with {total_flops:.3g} FLOPs; plots in {workdir / 'report'}")
-        for row in [row for row in rows if "eval/topk_loss" in row][-1:]:
-            self.say("\n".join([*tables.loss_table(row), *tables.warnings(row)]))
-        self.say(f"DONE at step {self._step}")
+        return next((row for row in reversed(rows) if "eval/topk_loss" in row), {})
 
     def __enter__(self):
         return self

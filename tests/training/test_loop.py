@@ -18,12 +18,15 @@ import numpy as np
 import pytest
 from tiny import TINY
 
-from mod_jax import cli
+from mod_jax import cli, tuning
 from mod_jax import config as config_lib
 from mod_jax.config import make_config
-from mod_jax.errors import NumericsError, ResumeRefused
+from mod_jax.errors import ConfigError, NumericsError, ResumeRefused
+from mod_jax.models import flops
+from mod_jax.training import dry_run as dry_run_module
 from mod_jax.training import loop
 from mod_jax.training.checkpoint import Checkpointer
+from mod_jax.training.dry_run import dry_run
 from mod_jax.training.loop import Outcome, train
 from mod_jax.training.rows import MetricWriter, read_metrics
 from mod_jax.training.watch import Watch
@@ -78,6 +81,11 @@ def restored(workdir, config=None):
     (run, _) = quietly(loop.prepare_run, config or make_run_config(), workdir)
     with Checkpointer(run.workdir / "checkpoints", read_only=True) as checkpointer:
         return jax.device_get(checkpointer.restore(run.abstract_state).state)
+
+
+def restored_metadata(workdir):
+    with Checkpointer(workdir / "checkpoints", read_only=True) as checkpointer:
+        return checkpointer.read_metadata()
 
 
 def steps_on_disk(workdir):
@@ -151,6 +159,79 @@ def test_rerunning_a_finished_run_only_reports_again(copied, monkeypatch):
     after = contents(copied)
     assert after.keys() == before.keys()
     assert {path.name for path in before if after[path] != before[path]} <= {"config.json"}
+
+
+def test_a_finished_run_prints_its_stored_result_and_computes_nothing(copied, finished, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("nothing is left to do")
+
+    before = contents(copied)
+    with monkeypatch.context() as patch:
+        for name in ("prepare_corpus", "make_model", "Checkpointer", "Evaluator", "compile_step"):
+            patch.setattr(loop, name, refuse)
+        outcome, output = quietly(train, make_run_config(), copied)
+        assert outcome is Outcome.DONE
+        _, said_of_free_keys = quietly(train, make_run_config(**{"data.eval_windows": 4}), copied)
+    assert "eval_windows" not in output
+    assert "data.eval_windows=4 (then 8)" in said_of_free_keys
+    table = output.splitlines()[-4:]
+    assert table == finished[1].splitlines()[-4:]
+    assert re.match("held out under", table[0])
+    assert table[-1] == "DONE at step 6"
+    assert contents(copied) == before
+
+    with monkeypatch.context() as patch:  # what was finished is this run alone, and all of it
+        patch.setattr(loop, "prepare_corpus", refuse)
+        shutil.rmtree(copied / "checkpoints" / "6")
+        for changes, error in (({}, AssertionError), ({"seed": 1}, AssertionError)):
+            with pytest.raises(error):
+                quietly(train, make_run_config(**changes), copied)
+
+
+def test_the_result_is_written_last_and_says_what_the_run_was(finished, copied):
+    stored = json.loads((copied / "result.json").read_text())
+    config = make_run_config()
+    assert stored["step"] == 6
+    assert stored["tokens"] == 6 * 8 * 16
+    assert stored["flops"] == pytest.approx(6 * 8 * flops.train_flops(config, 257))
+    assert stored["fingerprint"] == config_lib.fingerprint(config)
+    assert stored["wall_seconds"] > 0
+    evaluation = read_metrics(copied / "metrics.jsonl")[-1]
+    assert stored["evaluation"]["eval/topk_loss"] == evaluation["eval/topk_loss"]
+    assert {"commit", "corpus_digest", "device", "finished"} <= stored.keys()
+    files = [path for path in copied.rglob("*") if path.is_file()]
+    assert max(files, key=lambda path: path.stat().st_mtime_ns).name == "result.json"
+
+
+def test_the_mark_of_the_end_is_taken_away_before_a_run_goes_on(copied, signal_at):
+    signal_at(1)
+    outcome, _ = quietly(train, make_run_config(**{"train.steps": 9}), copied, extend=True)
+    assert outcome is Outcome.PREEMPTED
+    assert not (copied / "result.json").exists()
+    seconds = restored_metadata(copied)["wall_seconds"]
+    signal_at(99)
+    quietly(train, make_run_config(**{"train.steps": 9}), copied)
+    stored = json.loads((copied / "result.json").read_text())
+    assert stored["step"] == 9
+    assert stored["wall_seconds"] > seconds  # those of the processes before are in it
+
+
+def test_a_tracker_that_is_missing_is_said_before_the_corpus_is_prepared(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(loop, "prepare_corpus", refuse)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"train\.tracker = 'wandb'"):
+        quietly(train, make_run_config(**{"train.tracker": "wandb"}), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_beyond_the_memory_is_refused_before_any_of_it_is_allocated(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "memory_bytes", lambda device: 2**24)
+    quietly(loop.prepare_run, make_run_config(), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"config\.model: parameters and moments take [\d,.]+ GiB of each device"):
+        quietly(train, make_run_config(**{"model.width": 2**20, "model.depth": 64}), tmp_path / "run")
 
 
 def test_t9_t13_a_preempted_run_equals_an_uninterrupted_one(finished, tmp_path, monkeypatch, signal_at):
@@ -345,11 +426,31 @@ def test_t13_a_workdir_is_absolute_from_the_start(tmp_path, monkeypatch):
 
 
 def test_a_dry_run_writes_nothing(tmp_path):
-    _, output = quietly(loop.dry_run, make_run_config(), tmp_path / "run")
-    assert re.search(r"FR, [\d,]+ parameters \(8,224 in embeddings\)", output)
-    assert re.search(r"6 steps, 768 tokens .* training FLOPs", output)
+    _, output = quietly(dry_run, make_run_config(), tmp_path / "run")
+    assert re.search(r"FR, [\d,]+ parameters \(8,224 in embeddings of 257 ids\)", output)
+    assert re.search(r"6 steps, 768 tokens, .* training FLOPs", output)
     assert re.search(r"memory [\d,]+ MiB per device", output)
+    assert re.search(r"time +about \d+ (s|min) here: .* s a step, measured on random tokens|a second", output)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_without_data_says_size_and_time_and_then_what_is_missing(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(dry_run_module, "say", lines.append)
+    config = make_run_config(**{"data.tokenizer": "sentencepiece:no.model", "model.vocab_size": 300})
+    with pytest.raises(ConfigError, match=r"no\.model is not a file"):
+        dry_run(config, tmp_path / "run")
+    named = [line.split()[0] for line in lines]
+    assert named == ["model", "MISSING", "time", "DRY"]
+    assert "embeddings of 300 ids" in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_more_than_fits_here_runs_no_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "memory_bytes", lambda device: 2**10)
+    monkeypatch.setattr(dry_run_module, "measure", None)
+    _, output = quietly(dry_run, make_run_config(), tmp_path / "run")
+    assert re.search(r"time +at least .* none was run: a step takes [\d.]+ GiB, and here are 0\.0 GiB", output)
 
 
 @pytest.mark.slow
