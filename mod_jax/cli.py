@@ -14,6 +14,7 @@ from mod_jax import config as config_lib
 from mod_jax import distributed, host, streams
 from mod_jax.config import Config
 from mod_jax.errors import (
+    EXIT_CODES,
     ConfigError,
     DistributedError,
     Interrupted,
@@ -41,11 +42,21 @@ def parse_flags(argv: list[str]) -> list[str]:
     streams.prepare()
     streams.keep_warnings_of_libraries()
     host.prepare()
+    if asked := {"--help", "-help", "-h", "--helpshort", "--helpfull", "-helpfull"} & set(argv[1:]):
+        print_help(full=any("full" in flag for flag in asked))
+        sys.exit(0)
     try:
         return flags.FLAGS(argv)
     except Exception as error:  # a config file may raise anything
         print(f"error: {_flag_error(argv, error)}", file=sys.stderr)
         sys.exit(ConfigError.exit_code)
+
+
+def print_help(full: bool = False) -> None:
+    """What the command does, its flags (`full`: those of libraries too), and its exit codes, on stdout."""
+    print(sys.modules["__main__"].__doc__)
+    print(flags.FLAGS.get_help() if full else flags.FLAGS.main_module_help())
+    print("\nexit codes:", *(f"  {code}  {meaning}" for code, meaning in EXIT_CODES.items()), sep="\n")
 
 
 def refuse_arguments(argv: list[str]) -> None:
@@ -62,7 +73,7 @@ def read_config(value: ml_collections.ConfigDict | None) -> Config:
     try:
         return config_lib.from_config_dict(value)
     except OSError as error:  # how ml_collections tells, on first use, of a file that it could not open
-        raise ConfigError(f"--config: {str(error).strip().splitlines()[-1].strip()}") from error
+        raise ConfigError(_no_config_file(str(error), sys.argv)) from error
 
 
 def define_distributed() -> dict[str, flags.FlagHolder]:
@@ -141,7 +152,12 @@ def _flag_error(argv: list[str], error: Exception) -> str:
         name = argument.lstrip("-").removeprefix("no").split("=")[0]
         if name.startswith("config.") and name.removeprefix("config.") not in config_lib.FIELDS:
             return config_lib.unknown_key(name.removeprefix("config."))
-    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip().strip("'\"")
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
+    if missing := re.search(r"Flag --(\w+) must have a value other than None", text):
+        return f"--{missing[1]} is missing; for example --{missing[1]}=runs/mod"
+    if "[Errno" in text and "config file" in text:
+        return _no_config_file(text, argv)
+    text = re.sub(r"\('([^']*)', ('[^']*')\)$", r"\1 \2", text)  # two arguments of an exception, shown as a tuple
     # What a config file raised comes with its place; ml_collections turns some of it into the text of a traceback.
     trace = text + "".join(traceback.format_tb(error.__traceback__))
     files = {
@@ -152,3 +168,13 @@ def _flag_error(argv: list[str], error: Exception) -> str:
         text = text.splitlines()[-1]
     text = " ".join(text.split()) or type(error).__name__
     return f"{text} ({places[-1][0]}, line {places[-1][1]})" if places else text
+
+
+def _no_config_file(text: str, argv: list[str]) -> str:
+    """What to say of a config file that cannot be opened: the system's words and, for a path with a colon, why."""
+    given = [argument.partition("=")[2] for argument in argv if argument.lstrip("-").startswith("config=")]
+    message = f"--config: {text[text.rfind('[Errno') :].splitlines()[0].strip()}"
+    path, colon, rest = given[-1].partition(":") if given else ("", "", "")
+    if colon:
+        message += f"; of {given[-1]!r}, what follows the colon, {rest!r}, is an argument, and {path!r} the file"
+    return message

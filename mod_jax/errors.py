@@ -1,20 +1,22 @@
-"""Every error of mod_jax that a person can do something about, each with the exit code of a command that it ends.
-
-`EXIT_CODES` says what each code means; README and --help show it.
-"""
+"""Every error of mod_jax that a person can do something about, each with the exit code of a command that it ends."""
 
 EXIT_CODES = {
-    0: "done, or preempted and saved",
-    1: "anything else",
-    2: "config",
-    3: "numerics",
-    4: "storage",
-    5: "data",
-    6: "distributed",
-    7: "checkpoint refused",
-    130: "interrupted, nothing saved",
+    0: "done; of training also preempted and saved, the last line says which",
+    1: "anything else, with its traceback",
+    2: "a config key, a flag or a request that cannot be used",
+    3: "too many steps whose loss or gradient is not finite",
+    4: "files that cannot be written or read",
+    5: "data that cannot be used",
+    6: "processes of one run that do not find each other, or lost one",
+    7: "a checkpoint of another run, or of another model",
+    130: "interrupted, and nothing was saved",
     141: "nobody reads the output",
 }
+
+
+def exit_code_table() -> list[str]:
+    """The exit codes as a Markdown table."""
+    return ["| exit code | |", "|---|---|", *(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())]
 
 
 class ModJaxError(Exception):

@@ -1,7 +1,7 @@
 """Evaluates a run's newest checkpoint on its held-out text: python -m mod_jax.evaluate --workdir=runs/mod
 
 Prints the top-k loss, each causal loss with its gap, the capacity realised and the FLOPs really spent, and how each
-block is calibrated. Exit codes: 0 done; 2 config; 4 storage; 5 data; 7 checkpoint refused; 1 anything else, a leak too.
+block is calibrated. A selection that is not causal ends it with exit code 1.
 """
 
 from absl import app, flags

@@ -1,7 +1,7 @@
 """Continues prompts with a trained model: python -m mod_jax.sample --workdir=runs/mod --prompt="def main("
 
 Without --prompt or --prompt_file the prompt is read from stdin. Text goes to stdout as it is chosen, everything else to
-stderr. Exit codes: 0 done; 2 config or request; 4 storage; 5 data; 7 checkpoint refused; 1 anything else.
+stderr.
 """
 
 import os
@@ -16,12 +16,14 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=Tr
 STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; default: the newest.")
 PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to continue; may be repeated, then all go in one batch.")
 PROMPT_FILE = flags.DEFINE_multi_string("prompt_file", [], "File whose whole text is a prompt; may be repeated.")
-MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", None, "Per prompt; default: up to the model's context.")
+MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", None, "Per prompt; default: up to the model's context.", 1)
 TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0: greedy, always the likeliest token.")
 TOP_K = flags.DEFINE_integer("top_k", None, "Choose among the k likeliest tokens; default: all.")
 TOP_P = flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together have this probability.")
 SEED = flags.DEFINE_integer("seed", 0, "Of the random choices: the same prompt and seed give the same text.")
-STOP = flags.DEFINE_multi_string("stop", [], "Text that ends a completion; may be repeated.")
+STOP = flags.DEFINE_multi_string(
+    "stop", [], "Text that ends a completion; may be repeated. As typed: \\n is two letters, $'\\n' in bash a line end."
+)
 STOP_TOKEN = flags.DEFINE_multi_integer("stop_token", [], "Token id that ends a completion; may be repeated.")
 TRUNCATE = flags.DEFINE_bool("truncate", False, "Keep the end of a prompt that is too long, in place of refusing it.")
 SELECTION = flags.DEFINE_string(

@@ -1,7 +1,6 @@
 """Trains a model: python -m mod_jax.train --config=configs/cpu_demo.py:mod --workdir=runs/mod
 
-Exit codes: 0 done, or preempted and saved (the last line says which); 2 config; 3 numerics; 4 storage; 5 data;
-6 distributed; 7 checkpoint refused; 1 anything else.
+The same command resumes the run, --extend makes it longer, --init_from begins a new one with its weights.
 """
 
 from absl import app, flags

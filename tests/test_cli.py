@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mod_jax import cli
+from mod_jax import cli, errors
 from mod_jax.errors import (
     EXIT_CODES,
     CheckpointMismatch,
@@ -37,6 +37,7 @@ for number, arguments in enumerate(json.loads(sys.argv[1])):
         for stream in (1, 2):
             os.dup2(os.open(f"{sys.argv[2]}/{number}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
         sys.argv = ["mod_jax.train", *arguments]
+        sys.modules["__main__"].__doc__ = train.__doc__
         app.run(train.main, flags_parser=cli.parse_flags)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
@@ -72,7 +73,16 @@ REFUSED = {
     "section": ([SMOKE, "--config.model=3"], "config.model"),
     "unknown_no": ([SMOKE, "--noconfig.model.scam"], "config.model.scam: unknown key; did you mean config.model.scan?"),
     "no_file": (["--config=configs/nowhere.py"], "No such file or directory: 'configs/nowhere.py'"),
-    "no_file_edited": (["--config=configs/nowhere.py", "--config.model.width=3"], "nowhere.py"),
+    "no_file_edited": (
+        ["--config=configs/nowhere.py", "--config.model.width=3"],
+        "error: --config: [Errno 2] No such file or directory: 'configs/nowhere.py'",
+    ),
+    "colon_in_a_path": (
+        ["--config=dir:1/x.py"],
+        "what follows the colon, '1/x.py', is an argument, and 'dir' the file",
+    ),
+    "no_integer": ([SMOKE, "--process_id=x"], "flag --process_id=x: invalid literal for int() with base 10: 'x'"),
+    "no_flag_value": ([SMOKE, "--dry_run=maybe"], "flag --dry_run=maybe: Non-boolean argument to boolean flag 'maybe'"),
     "bad_file": (["--config=BAD.py"], "bad.py, line 5)"),
     "no_python": (["--config=LICENSE"], "(LICENSE, line "),
     "missing_config": ([], "--config is missing; for example --config=configs/smoke.py"),
@@ -116,12 +126,14 @@ def results(tmp_path_factory):
     )
     arguments = [[*command, f"--workdir={folder / 'runs' / name}"] for name, command in commands.items()]
     arguments = [[argument.replace("BAD.py", str(bad)) for argument in command] for command in arguments]
-    arguments.append([SMOKE])  # without a workdir
+    arguments += [[SMOKE], ["--help"]]  # the first without a workdir
     runner = [sys.executable, "-c", RUNNER, json.dumps(arguments), str(folder / "out")]
     done = subprocess.run(runner, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)
     codes = [int(code) for code in done.stdout.split()]
     texts = [[(folder / "out" / f"{i}.{stream}").read_text() for stream in (1, 2)] for i in range(len(arguments))]
-    named = dict(zip([*commands, "no workdir"], [(c, *t) for c, t in zip(codes, texts, strict=True)], strict=True))
+    named = dict(
+        zip([*commands, "no workdir", "help"], [(c, *t) for c, t in zip(codes, texts, strict=True)], strict=True)
+    )
     return named, folder
 
 
@@ -141,7 +153,34 @@ def test_a_slip_is_one_readable_line_and_exit_code_2(results, name):
 
 
 def test_the_workdir_is_required(results):
-    assert_one_line(results[0]["no workdir"], "workdir")
+    assert_one_line(results[0]["no workdir"], "--workdir is missing; for example --workdir=runs/mod")
+
+
+def test_quotes_are_balanced(results):
+    for name in REFUSED:
+        assert results[0][f"refused {name}"][2].count("'") % 2 == 0, name
+
+
+def test_help_is_no_error(results):
+    code, stdout, stderr = results[0]["help"]
+    assert (code, stderr) == (0, "")
+    for text in ("--workdir:", "--config:", "--[no]extend:", "--init_from:"):
+        assert text in stdout
+    assert all(f"  {number}  {meaning}" in stdout.splitlines() for number, meaning in EXIT_CODES.items())
+
+
+def test_the_commands_are_listed_one_a_line():
+    listed = subprocess.run([sys.executable, "-m", "mod_jax"], cwd=ROOT, capture_output=True, text=True, check=True)
+    *lines, _ = listed.stdout.splitlines()
+    written = (ROOT / "mod_jax").glob("*.py")
+    commands = {path.stem for path in written if "app.run(main" in path.read_text()}
+    assert {line.partition("python -m mod_jax.")[2].split()[0] for line in lines} == commands
+    assert len(lines) == len(commands)
+
+
+def test_every_exit_code_of_an_error_is_explained():
+    raised = {error.exit_code for error in vars(errors).values() if isinstance(error, type)}
+    assert raised | {0} == EXIT_CODES.keys()
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from mod_jax import config
+from mod_jax import config, errors
 
 README = pathlib.Path(__file__).resolve().parents[1] / "README.md"
 MADE = re.compile(r"(<!-- made by: python tests/test_readme.py (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-TABLES = {"changes": config.change_table}
+TABLES = {"changes": config.change_table, "exit_codes": errors.exit_code_table}
 
 
 def with_tables(text):

@@ -1,0 +1,17 @@
+"""Lists the commands: python -m mod_jax"""
+
+import ast
+import pathlib
+
+COMMANDS = ("train", "evaluate", "sample", "plan")
+
+
+def first_line(command: str) -> str:
+    """What the command says of itself, without importing it."""
+    source = pathlib.Path(__file__).with_name(f"{command}.py").read_text(encoding="utf-8")
+    return ast.get_docstring(ast.parse(source)).splitlines()[0]
+
+
+if __name__ == "__main__":
+    print("\n".join(first_line(command) for command in COMMANDS))
+    print("Each explains its flags: python -m mod_jax.train --help")
