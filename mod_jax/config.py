@@ -254,6 +254,8 @@ def _flat_fields() -> dict[str, dataclasses.Field]:
 
 
 FIELDS = _flat_fields()
+LONGEST_TEXT = 4096  # of a value; the paths of a file system are no longer
+MOST_BLOCKS = FIELDS["model.depth"].metadata["high"]
 LENGTH_KEYS = tuple(name for name, field in FIELDS.items() if field.metadata["change"] == "length")
 
 
@@ -373,19 +375,24 @@ def _get(config: Config, name: str) -> Any:
 
 
 def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
+    """{"section.key": value}. What lies deeper is named, but not looked into: it has no place in a config."""
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config = {_shown(tree)}: must be a ConfigDict, with sections {', '.join(_SECTIONS)}")
     flat = {}
     for key, value in tree.items():
-        if isinstance(value, dict) and (value or f"{prefix}{key}" in _SECTIONS):  # an empty dict is a (wrong) value
-            flat |= _flatten(value, f"{prefix}{key}.")
-        elif f"{prefix}{key}" in _SECTIONS:
-            raise ConfigError(f"config.{prefix}{key} = {value!r}: must be a section with keys of its own")
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name.count(".") < 2 and (value or name in _SECTIONS):  # {} is a (wrong) value
+            flat |= _flatten(value, f"{name}.")
+        elif name in _SECTIONS:
+            raise ConfigError(f"config.{name} = {_shown(value)}: must be a section with keys of its own")
         else:
-            flat[f"{prefix}{key}"] = value
+            flat[name] = value
     return flat
 
 
 def unknown_key(name: str) -> str:
     """The message for a key that does not exist, with the nearest one that does."""
+    name = name if len(name) <= 100 and name.isprintable() else _shown(name)
     near = difflib.get_close_matches(name, FIELDS, n=1) or [
         k for k in FIELDS if k.split(".")[-1] == name.split(".")[-1]
     ]
@@ -398,13 +405,15 @@ def _checked(name: str, field: dataclasses.Field, value: Any) -> Any:
     allowed = field.metadata
 
     def refuse(expected):
-        raise ConfigError(f"config.{name} = {value!r}: must be {expected}")
+        raise ConfigError(f"config.{name} = {_shown(value)}: must be {expected}")
 
     def number(value, integral):
         if isinstance(value, bool) or not isinstance(value, int | float):
             refuse(f"{'an integer' if integral else 'a number'} {_range_text(allowed)}".rstrip())
         if abs(value) > 1e300 or not math.isfinite(value) or (integral and value != int(value)):
             refuse(f"{'an integer' if integral else 'a finite number'} {_range_text(allowed)}".rstrip())
+        if not integral and name != "train.flops" and not (value == 0 or 1e-37 < abs(value) < 1e38):
+            refuse(f"a number {_range_text(allowed)} that a float32 can hold")
         if (
             (allowed["low"] is not None and value < allowed["low"])
             or (allowed["above"] is not None and value <= allowed["above"])
@@ -420,10 +429,22 @@ def _checked(name: str, field: dataclasses.Field, value: Any) -> Any:
             refuse("a string" if allowed["choices"] is None else f"one of {', '.join(allowed['choices'])}")
         if allowed["choices"] is not None and value not in allowed["choices"]:
             refuse(f"one of {', '.join(allowed['choices'])}")
+        if len(value) > LONGEST_TEXT or not value.isprintable():
+            refuse(f"at most {LONGEST_TEXT} characters, all of which can be printed")
         return value
-    if isinstance(value, list | tuple) and name == "routing.capacity":
+    if isinstance(value, list | tuple) and name == "routing.capacity" and len(value) <= MOST_BLOCKS:
         return tuple(number(v, integral=False) for v in value) or refuse("one number, or one per routed block")
     return number(value, integral=field.type is int)
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: on one line, and never long."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits has no repr, and another's may do anything
+        text = f"a {type(value).__name__} that cannot be shown"
+    text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    return text if len(text) <= 100 else f"{text[:60]}... ({len(text):,} characters)"
 
 
 def _range_text(allowed) -> str:
@@ -460,7 +481,7 @@ def _check_relations(values: dict[str, Any]) -> None:
     """Checks what no single key can know."""
 
     def refuse(name, why):
-        raise ConfigError(f"config.{name} = {values[name]!r}: {why}")
+        raise ConfigError(f"config.{name} = {_shown(values[name])}: {why}")
 
     if values["model.num_heads"] % values["model.num_kv_heads"]:
         refuse("model.num_kv_heads", f"must divide model.num_heads = {values['model.num_heads']}")
