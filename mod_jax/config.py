@@ -376,7 +376,7 @@ def _get(config: Config, name: str) -> Any:
 
 def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
     """{"section.key": value}. What lies deeper is named, but not looked into: it has no place in a config."""
-    if not isinstance(tree, dict):
+    if not hasattr(tree, "items"):
         raise ConfigError(f"config = {_shown(tree)}: must be a ConfigDict, with sections {', '.join(_SECTIONS)}")
     flat = {}
     for key, value in tree.items():

@@ -122,7 +122,7 @@ def test_a_config_that_is_none_or_lies_too_deep():
 
 
 CONFIGS = {
-    "none": "def get_config():\n    return None\n",
+    "number": "def get_config():\n    return 3\n",
     "digits": "from mod_jax.config import default_config\n\ndef get_config():\n    config = default_config()\n"
     "    config.model.width = 10**5000\n    return config\n",
 }
