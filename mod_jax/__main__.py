@@ -3,7 +3,7 @@
 import ast
 import pathlib
 
-COMMANDS = ("train", "evaluate", "sample", "plan")
+COMMANDS = ("train", "evaluate", "sample", "plan", "doctor")
 
 
 def first_line(command: str) -> str:
