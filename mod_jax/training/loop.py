@@ -1,8 +1,8 @@
 """The training loop, which reads as a table of contents, and what frames it: prepare, resume, save.
 
 Layout of a workdir: claim.json (which run is using it), config.json, metrics.jsonl, tokenizer/, checkpoints/<step>/,
-report/*.png, at the end result.json, and if asked for tensorboard/ and profile/. Rerunning the same command resumes; of a
-finished run it prints the result.
+report/*.png, at the end result.json, and if asked for tensorboard/ and profile/. Rerunning the same command resumes;
+of a finished run it prints the result.
 """
 
 import contextlib
