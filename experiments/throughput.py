@@ -24,7 +24,9 @@ from flax import nnx
 from mod_jax import config as config_lib
 from mod_jax import host, routing
 from mod_jax.models import flops
-from mod_jax.models.blocks import FullBlock, RoutedBlock, make_stream
+from mod_jax.models.blocks import TOPK, make_block
+from mod_jax.models.dispatch import through_slots
+from mod_jax.models.memory import Present, make_tokens
 from mod_jax.models.model import make_model
 from mod_jax.training.rates import measure_matmul_peak
 from mod_jax.training.step import MODEL_INPUTS, init_state, make_train_step
@@ -39,6 +41,7 @@ SCAN = flags.DEFINE_bool("scan", False, "Scan over blocks; unrolled is 5-15 % fa
 CAPACITIES = flags.DEFINE_list("capacities", ["0.125", "0.25", "0.5"], "Capacities of the block table.")
 DENSE = {"model.layout": "F", "routing.predictor": False}
 ROUTED = {"routing.predictor": False}
+FULL = config_lib.BlockSpec("F", 1.0)
 
 
 def main(_) -> None:
@@ -124,8 +127,8 @@ def block_table(peak: float) -> None:
     """One block, forward and backward: full, routed, and the same block on C tokens."""
     config = make_config(**ROUTED)
     T, B = SEQ_LEN.value, BATCH.value
-    full = interleave({"full": block_program(FullBlock(config.model, nnx.Rngs(params=0)), config.model, B, T)})["full"]
-    full_flops = sum(flops.block_flops(config, T))
+    full = interleave({"full": block_program(block_of(config, "F", 1.0), config.model, B, T)})["full"]
+    full_flops = sum(flops.block_flops(config, FULL, T))
 
     def mfu(count, times):
         return f"{3 * B * count / statistics.median(times) / peak:.0%}"
@@ -136,12 +139,12 @@ def block_table(peak: float) -> None:
     print(f"| full | {seconds(full)} | {mfu(full_flops, full)} | | | | | |")
     for capacity in map(float, CAPACITIES.value):
         count = routing.tokens_kept(T, capacity)
-        block = RoutedBlock(config, capacity, nnx.Rngs(params=0))
+        block = block_of(config, "R", capacity)
         # Apart from the full block: a short program right after a long one pays for cold caches.
         ideal_program = block_program(block.block, config.model, B, count)
         pair = {"routed": block_program(block, config.model, B, T), "ideal": ideal_program}
         routed, ideal = interleave(pair).values()
-        routed_flops = sum(flops.block_flops(config, count))
+        routed_flops = sum(flops.block_flops(config, FULL, count))
         flop_ratio = routed_flops / full_flops
         ratio, overhead = statistics.median(routed) / statistics.median(full), median_ratio(routed, ideal)
         print(
@@ -151,16 +154,20 @@ def block_table(peak: float) -> None:
         )
 
 
+def block_of(config: config_lib.Config, kind: str, capacity: float):
+    return make_block(config, config_lib.BlockSpec(kind, capacity), nnx.Rngs(params=0))
+
+
 def block_program(block, config: config_lib.ModelConfig, B: int, T: int):
     graphdef, params = nnx.split(block)
     params = nnx.to_pure_dict(params)
     x_BTD = jax.random.normal(jax.random.key(1), (B, T, config.width))
     positions = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
-    stream = make_stream(positions, jnp.ones_like(positions), config.head_dim, config.rope_base)
+    tokens = make_tokens(positions, jnp.ones_like(positions), config.head_dim, config.rope_base)
 
     def loss(params, x_BTD):
-        out = nnx.merge(graphdef, nnx.State(params))(x_BTD, stream)
-        return jnp.mean(jnp.square(out[0] if isinstance(out, tuple) else out))
+        out = nnx.merge(graphdef, nnx.State(params))(x_BTD, tokens, Present(), TOPK, through_slots)
+        return jnp.mean(jnp.square(out[0]))
 
     grad = jax.jit(jax.grad(loss, argnums=(0, 1)))
     return lambda: grad(params, x_BTD)
@@ -198,7 +205,7 @@ def torch_table() -> None:
 
     config = make_config(**ROUTED)
     T, B = SEQ_LEN.value, BATCH.value
-    routed = RoutedBlock(config, config.routing.capacity, nnx.Rngs(params=0))
+    routed = block_of(config, "R", config.routing.capacity)
     blocks = {"full": routed.block, "routed": routed}
     ours = {name: block_program(block, config.model, B, T) for name, block in blocks.items()}
     theirs = torch_programs(config, B, T)

@@ -33,6 +33,7 @@ import typing
 
 __version__ = "0.1.0"
 __all__ = [
+    "Choice",
     "Completion",
     "Config",
     "Options",
@@ -54,6 +55,7 @@ _HOMES = {
     "default_config": "config",
     "make_config": "config",
     "make_model": "models.model",
+    "Choice": "models.blocks",
     "forward_flops": "models.flops",
     "train_flops": "models.flops",
     "restore": "trained",
@@ -69,6 +71,7 @@ __all__ = list(_HOMES)
 if typing.TYPE_CHECKING:
     from mod_jax.config import Config, default_config, make_config
     from mod_jax.evaluation.finished import evaluate_run
+    from mod_jax.models.blocks import Choice
     from mod_jax.models.flops import forward_flops, train_flops
     from mod_jax.models.model import make_model
     from mod_jax.sampling import Completion, Options, Sampler, generate

@@ -15,7 +15,6 @@ import dataclasses
 import difflib
 import hashlib
 import math
-import re
 import textwrap
 from typing import Any
 
@@ -68,7 +67,9 @@ class ModelConfig:
     activation: str = _key(
         "relu_squared", "MLP non-linearity", choices=("relu_squared", "gelu", "silu"), change="never"
     )
-    layout: str = _key("FR", "pattern of block kinds, cycled over depth: F full, R routed")
+    layout: str = _key(
+        "FR", "pattern of block kinds, cycled over depth: F full, A attention alone, M MLP alone; R or f, a, m: routed"
+    )
     context: int = _free(
         0,
         "longest sequence when sampling; 0: data.seq_len",
@@ -196,12 +197,42 @@ class MeshConfig:
     tensor: int = _free(1, "devices along heads, MLP and vocabulary; -1: all that are left", _ROUNDING, low=-1)
 
 
+# What a letter of `model.layout` stands for: the block's mixer and its channel (see `models.blocks`), None without one.
+LETTERS: dict[str, tuple[str | None, str | None]] = {
+    "F": ("attention", "mlp"),
+    "A": ("attention", None),
+    "M": (None, "mlp"),
+}
+ROUTED = {"R": "F"}  # what other letters stand for, routed; a lower-case letter is its upper case, routed
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockSpec:
-    """One block of the stack: its kind, "F" or "R", and the fraction of tokens it computes on."""
+    """One block of the stack: its letter in the layout, and the fraction of tokens that it computes on."""
 
     kind: str
     capacity: float
+
+    @property
+    def routed(self) -> bool:
+        return is_routed(self.kind)
+
+    @property
+    def mixer(self) -> str | None:
+        return LETTERS[unrouted(self.kind)][0]
+
+    @property
+    def channel(self) -> str | None:
+        return LETTERS[unrouted(self.kind)][1]
+
+
+def is_routed(kind: str) -> bool:
+    return kind != unrouted(kind)
+
+
+def unrouted(kind: str) -> str:
+    """The letter of the same block without routing."""
+    return ROUTED.get(kind, kind.upper())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,17 +252,22 @@ class Config:
         """The stack, first block first."""
         kinds = [self.model.layout[i % len(self.model.layout)] for i in range(self.model.depth)]
         capacity = self.routing.capacity
-        capacities = iter(capacity if isinstance(capacity, tuple) else (capacity,) * kinds.count("R"))
-        return tuple(BlockSpec(kind, next(capacities) if kind == "R" else 1.0) for kind in kinds)
+        capacities = iter(capacity if isinstance(capacity, tuple) else (capacity,) * len(kinds))
+        return tuple(BlockSpec(kind, next(capacities) if is_routed(kind) else 1.0) for kind in kinds)
 
     @property
     def num_routed(self) -> int:
-        return sum(block.kind == "R" for block in self.blocks)
+        return len(self.routed_depths)
 
     @property
     def routed_depths(self) -> tuple[int, ...]:
         """Depth of each routed block, in order."""
-        return tuple(i for i, block in enumerate(self.blocks) if block.kind == "R")
+        return tuple(i for i, block in enumerate(self.blocks) if block.routed)
+
+    @property
+    def capacity_L(self) -> tuple[float, ...]:
+        """Capacity of each routed block, in order."""
+        return tuple(block.capacity for block in self.blocks if block.routed)
 
     @property
     def causal_selections(self) -> tuple[str, ...]:
@@ -487,13 +523,15 @@ def _check_relations(values: dict[str, Any]) -> None:
         refuse("model.num_kv_heads", f"must divide model.num_heads = {values['model.num_heads']}")
     if values["model.head_dim"] % 2:
         refuse("model.head_dim", "must be even (rotary angles turn pairs)")
-    if not re.fullmatch("[FR]+", values["model.layout"]):
-        refuse("model.layout", "must be letters F (full) and R (routed), such as FR, FFR, R or F")
+    known = {*LETTERS, *ROUTED, *(letter.lower() for letter in LETTERS)}
+    if not values["model.layout"] or not known.issuperset(values["model.layout"]):
+        alone = "A is attention alone, M an MLP alone; f, a, m are F, A, M routed"
+        refuse("model.layout", f"must be letters F (full) and R (routed), such as FR, FFR, R or F; {alone}")
     if values["data.seq_len"] > values["model.context"]:
         refuse("data.seq_len", f"must not exceed model.context = {values['model.context']}")
 
     layout, depth = values["model.layout"], values["model.depth"]
-    routed = sum(layout[i % len(layout)] == "R" for i in range(depth))
+    routed = sum(is_routed(layout[i % len(layout)]) for i in range(depth))
     capacity = values["routing.capacity"]
     if isinstance(capacity, tuple) and len(capacity) == 1:
         values["routing.capacity"] = capacity = capacity[0]

@@ -49,11 +49,26 @@ RULES = ShardingRules()
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
 
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init: Initializer) -> nnx.Param:
-    """Declares one float32 parameter. `axes` names the meaning of each dimension (see `ShardingRules`)."""
+# Of parameters. "matrix": weight decay, and rounded to the compute dtype. "vector": norms. The others route, with a
+# learning rate and a decay of their own, which biases do not have.
+GROUPS = ("matrix", "vector", "router", "predictor", "predictor_bias")
+
+
+def param(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init: Initializer, group: str = "matrix"
+) -> nnx.Param:
+    """Declares one float32 parameter: all that other code asks about it is said here.
+
+    Args:
+      axes: the meaning of each dimension (see `ShardingRules`).
+      group: how it is trained and stored for sampling (see `GROUPS`). Never guessed from the shape: stacking blocks
+        turns norm vectors into matrices.
+    """
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), out_sharding=axes, eager_sharding=False)
+    if group not in GROUPS:
+        raise ValueError(f"group {group!r}: must be one of {', '.join(GROUPS)}")
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), out_sharding=axes, eager_sharding=False, group=group)
 
 
 def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:

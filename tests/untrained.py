@@ -10,13 +10,13 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from mod_jax.config import Config, make_config
 from mod_jax.data.tokenizers import ByteTokenizer
+from mod_jax.models.blocks import Choice
 from mod_jax.models.model import make_model
 from mod_jax.sampling import cache as cache_lib
-from mod_jax.sampling import causal
+from mod_jax.sampling import stack as stack_lib
 from mod_jax.trained import TrainedModel
 
 SMALL = {
@@ -60,8 +60,8 @@ def _model(config: Config):
     return make_model(config, config.model.vocab_size or ByteTokenizer().vocab_size)
 
 
-def layers_of(config: Config, params, platform: str = "cpu") -> causal.Layers:
-    return causal.split_layers(nnx.merge(_model(config).graphdef, nnx.State(params)), platform)
+def stack_of(config: Config, params, platform: str = "cpu") -> stack_lib.Stack:
+    return stack_lib.split(_model(config).merge(params), platform)
 
 
 def random_tokens(num_rows: int, length: int, seed: int = 0) -> np.ndarray:
@@ -72,13 +72,13 @@ def random_tokens(num_rows: int, length: int, seed: int = 0) -> np.ndarray:
 def _prefill_program(config: Config, selection: str, slots: int | None, kept: int):
     @jax.jit
     def run(params, cutoffs_L, tokens_BT, valid_BT):
-        layers = layers_of(config, params)
+        stack = stack_of(config, params)
         B, T = tokens_BT.shape
-        sizes = tuple(T if block.kind == "F" else slots or T for block in config.blocks)
+        sizes = tuple(slots or T if block.routed else T for block in config.blocks)
         cache = cache_lib.init_cache(config, B, sizes)
         kept_L = (kept,) * config.num_routed
-        output = causal.prefill(layers, tokens_BT, valid_BT, cache, selection, cutoffs_L, kept_L)
-        return layers.logits(output.x_BTD), output.selected_LBT, output.cache
+        output = stack_lib.prefill(stack, tokens_BT, valid_BT, cache, Choice(selection, cutoffs_L), kept_L)
+        return stack.logits(output.x_BTD), output.selected_LBT, output.cache
 
     return run
 
@@ -87,7 +87,7 @@ def _prefill_program(config: Config, selection: str, slots: int | None, kept: in
 def _decode_program(config: Config, selection: str, rows: int):
     @jax.jit
     def run(params, cutoffs_L, tokens_BT, lengths_B, cache):
-        layers = layers_of(config, params)
+        stack = stack_of(config, params)
         B, T = tokens_BT.shape
 
         def step(cache, offset):
@@ -95,10 +95,9 @@ def _decode_program(config: Config, selection: str, rows: int):
             tokens_B1 = jnp.take_along_axis(tokens_BT, jnp.minimum(positions_B, T - 1)[:, None], axis=1)
             rows_L = (min(rows, B),) * config.num_routed
             live_B = positions_B < T
-            output = causal.decode_step(
-                layers, tokens_B1[:, 0], positions_B, live_B, cache, selection, cutoffs_L, rows_L
-            )
-            return output.cache, (positions_B, layers.logits(output.x_BTD)[:, 0], output.selected_LBT[..., 0])
+            choice = Choice(selection, cutoffs_L)
+            output = stack_lib.decode(stack, tokens_B1[:, 0], positions_B, live_B, cache, choice, rows_L)
+            return output.cache, (positions_B, stack.logits(output.x_BTD)[:, 0], output.selected_LBT[..., 0])
 
         cache, steps = jax.lax.scan(step, cache, jnp.arange(T, dtype=jnp.int32))
         return cache, *steps
@@ -108,12 +107,14 @@ def _decode_program(config: Config, selection: str, rows: int):
 
 @functools.cache
 def _uncached_program(config: Config, selection: str):
-    run = functools.partial(_model(config).run, selection=selection)
-    return jax.jit(lambda params, cutoffs_L, tokens_BT: run(params, tokens_BT, cutoffs_L=cutoffs_L))
+    def run(params, cutoffs_L, tokens_BT):
+        return _model(config).run(params, tokens_BT, choice=Choice(selection, cutoffs_L))
+
+    return jax.jit(run)
 
 
 def prefill(model: TrainedModel, selection: str, tokens_BT, valid_BT=None, *, slots=None, kept=3):
-    """(logits, selected, cache) of `causal.prefill`."""
+    """(logits, selected, cache) of `stack.prefill`."""
     valid_BT = np.ones(tokens_BT.shape, bool) if valid_BT is None else valid_BT
     run = _prefill_program(model.config, selection, slots, kept)
     logits_BTV, selected_LBT, cache = run(model.params, model.cutoffs_L, tokens_BT, valid_BT)

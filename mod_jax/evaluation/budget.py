@@ -18,7 +18,7 @@ import numpy as np
 from mod_jax.data.batches import Batch, eval_batches
 from mod_jax.data.corpus import Corpus, prepare_corpus
 from mod_jax.errors import ConfigError, RequestError
-from mod_jax.models.blocks import RoutingRecord
+from mod_jax.models.blocks import Choice, RoutingRecord
 from mod_jax.trained import TrainedModel, as_model, why_not_sampled
 
 
@@ -48,8 +48,7 @@ def calibrate(
 
     @jax.jit
     def route(params, cutoffs_L, tokens_BT, positions_BT, segments_BT) -> RoutingRecord:
-        inputs = (tokens_BT, positions_BT, segments_BT)
-        return model.model.run(params, *inputs, selection="threshold", cutoffs_L=cutoffs_L).routing
+        return model.model.run(params, tokens_BT, positions_BT, segments_BT, Choice("threshold", cutoffs_L)).routing
 
     cutoffs_L = np.array(model.cutoffs_L)
     realised = []

@@ -21,7 +21,7 @@ from mod_jax.data.batches import Batch, bits_per_byte, eval_batches
 from mod_jax.data.corpus import Corpus
 from mod_jax.errors import CausalityError, NumericsError
 from mod_jax.models import flops
-from mod_jax.models.blocks import RoutingRecord, decide
+from mod_jax.models.blocks import Choice, RoutingRecord, decide
 from mod_jax.models.model import Model, Weights
 from mod_jax.sharding import local_rows, put_batch, replicated
 from mod_jax.training.losses import next_token_sums
@@ -177,15 +177,10 @@ class Evaluator:
 
     def _features(self, weights: Weights, batch: dict[str, jax.Array], index: jax.Array | int, selection: str):
         decoder = self._model.merge(weights.params)
-        x_BTD, record = decoder.features(
-            batch["tokens_BT"],
-            batch["positions_BT"],
-            batch["segment_ids_BT"],
-            selection=selection,
-            cutoffs_L=weights.cutoffs_L,
-            row_keys_B=routing_keys(self._config, NOISE_STEP - index, self._batch_size),
-        )
-        return decoder, x_BTD, record
+        keys_B = routing_keys(self._config, NOISE_STEP - index, self._batch_size)
+        inputs = batch["tokens_BT"], batch["positions_BT"], batch["segment_ids_BT"]
+        x_BTD, record = decoder.features(*inputs, Choice(selection, weights.cutoffs_L, keys_B))
+        return decoder, x_BTD, record.routing
 
     def _score_batch(self, weights: Weights, batch: dict[str, jax.Array], index: jax.Array, *, selection: str):
         """(summed nats, routing record, what each causal selection would decide along the way)."""

@@ -22,6 +22,7 @@ from mod_jax.data.corpus import Corpus, describe_corpus, prepare_corpus
 from mod_jax.errors import ConfigError, PathMismatchError, RequestError
 from mod_jax.evaluation import budget, tables
 from mod_jax.evaluation.evaluator import CAUSALITY_TOLERANCE, Evaluator
+from mod_jax.models.blocks import Choice
 from mod_jax.sampling.generate import Sampler
 from mod_jax.trained import TrainedModel, restore, why_not_sampled
 from mod_jax.training.losses import token_cross_entropy
@@ -154,7 +155,7 @@ def check_paths(
 
     @jax.jit
     def uncached(params, cutoffs_L):
-        output = model.model.run(params, tokens_1T, selection=selection or "topk", cutoffs_L=cutoffs_L)
+        output = model.model.run(params, tokens_1T, choice=Choice(selection or "topk", cutoffs_L))
         return -token_cross_entropy(output.logits_BTV[:, :-1], tokens_1T[:, 1:])[0][0]
 
     paths = {

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mod_jax.config import ModelConfig
+from mod_jax.config import Config
 from mod_jax.models import splash
-from mod_jax.models.layers import RMSNorm, Rotation, dense, normal, rotate
+from mod_jax.models.layers import RMSNorm, dense, normal, rotate
+from mod_jax.models.memory import Seen, Tokens, is_visible
 from mod_jax.sharding import param
-from mod_jax.tuning import platform
+from mod_jax.tuning import attends_by_kernel, platform
 
 MIN_CHUNK = 128
 MAX_CHUNKS = 8
@@ -25,8 +26,8 @@ def attend(
     v_BKSH: jax.Array,
     q_positions_BT: jax.Array,
     kv_positions_BS: jax.Array,
-    q_segments_BT: jax.Array,
-    kv_segments_BS: jax.Array,
+    q_segments_BT: jax.Array | None,
+    kv_segments_BS: jax.Array | None,
     *,
     same_tokens: bool = False,
 ) -> jax.Array:
@@ -35,6 +36,7 @@ def attend(
     A query with no allowed key gets 0. Position -1 or segment 0 mark an empty key slot. Logits and softmax are float32.
 
     Args:
+      q_segments_BT, kv_segments_BS: both None where each row is one document.
       same_tokens: queries and keys are the same tokens in the same, increasing order. Then the keys after a chunk of
         queries are skipped, not masked, which saves close to half of the work; a TPU runs long rows by its kernel.
 
@@ -42,17 +44,16 @@ def attend(
       [B, T, N, H] in the dtype of q.
     """
     B, T, N, H = q_BTNH.shape
-    if same_tokens and splash.is_suited(T, platform()):
+    if same_tokens and attends_by_kernel(T, platform()):
         return splash.splash_attend(q_BTNH, k_BKSH, v_BKSH, q_segments_BT)
     K = k_BKSH.shape[1]
     q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
 
     def chunk(start: int, stop: int, num_keys: int) -> jax.Array:
-        q_pos = q_positions_BT[:, start:stop, None]
-        kv_pos = kv_positions_BS[:, None, :num_keys]
-        q_seg, kv_seg = q_segments_BT[:, start:stop, None], kv_segments_BS[:, None, :num_keys]
-        allowed_BTS = (kv_pos >= 0) & (kv_pos <= q_pos) & (q_seg == kv_seg) & (kv_seg > 0)
-        allowed = allowed_BTS[:, None, None]
+        q_segments = None if q_segments_BT is None else q_segments_BT[:, start:stop]
+        kv_segments = None if kv_segments_BS is None else kv_segments_BS[:, :num_keys]
+        positions = q_positions_BT[:, start:stop], kv_positions_BS[:, :num_keys]
+        allowed = is_visible(*positions, q_segments, kv_segments)[:, None, None]
         logits_BKGTS = jnp.einsum(
             "BKGTH,BKSH->BKGTS",
             q_BKGTH[..., start:stop, :],
@@ -82,33 +83,46 @@ def attend(
 
 
 class Attention(nnx.Module):
-    """Multi-head attention with rotary positions and grouped key/value heads. q, k, v are separate weights."""
+    """Multi-head attention with rotary positions and grouped key/value heads. q, k, v are separate weights.
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        D, N, K, H = config.width, config.num_heads, config.num_kv_heads, config.head_dim
+    A token's query is q, its item (see `memory`) the pair of its key and value.
+    """
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        model = config.model
+        D, N, K, H = model.width, model.num_heads, model.num_kv_heads, model.head_dim
         self.q_DNH = param(rngs, (D, N, H), ("embed", "heads", None), normal(D**-0.5))
         self.k_DKH = param(rngs, (D, K, H), ("embed", "kv_heads", None), normal(D**-0.5))
         self.v_DKH = param(rngs, (D, K, H), ("embed", "kv_heads", None), normal(D**-0.5))
-        self.o_NHD = param(rngs, (N, H, D), ("heads", None, "embed"), normal((2 * config.depth * N * H) ** -0.5))
-        self.q_norm = RMSNorm(H, rngs) if config.qk_norm else None
-        self.k_norm = RMSNorm(H, rngs) if config.qk_norm else None
+        self.o_NHD = param(rngs, (N, H, D), ("heads", None, "embed"), normal((2 * model.depth * N * H) ** -0.5))
+        self.q_norm = RMSNorm(H, rngs) if model.qk_norm else None
+        self.k_norm = RMSNorm(H, rngs) if model.qk_norm else None
 
-    def project(self, x_BTD: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, N, H], keys and values [B, K, T, H] (the cache's layout)."""
+    def ask(self, x_BTD: jax.Array, tokens: Tokens) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """(queries [B, T, N, H], (keys, values) [B, K, T, H])."""
         q, k, v = (dense(x_BTD, w[...]) for w in (self.q_DNH, self.k_DKH, self.v_DKH))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rotation), rotate(k, rotation)
-        return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        q, k = rotate(q, tokens.angles), rotate(k, tokens.angles)
+        return q, (k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
 
-    def combine(self, out_BTNH: jax.Array) -> jax.Array:
-        """Output projection, [B, T, N, H] -> [B, T, D]."""
+    def answer(self, q_BTNH: jax.Array, seen: Seen, tokens: Tokens) -> jax.Array:
+        """What each token takes from those that it sees, [B, T, D]."""
+        out_BTNH = attend(
+            q_BTNH,
+            *seen.items,
+            tokens.positions_BT,
+            seen.positions_BS,
+            None if seen.segments_BS is None else tokens.segments_BT,
+            seen.segments_BS,
+            same_tokens=seen.same_tokens,
+        )
         B, T, N, H = out_BTNH.shape
         return dense(out_BTNH.reshape(B, T, N * H), self.o_NHD[...].reshape(N * H, -1))
 
-    def __call__(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array, rotation: Rotation
-    ) -> jax.Array:
-        q, k, v = self.project(x_BTD, rotation)
-        out = attend(q, k, v, positions_BT, positions_BT, segments_BT, segments_BT, same_tokens=True)
-        return self.combine(out)
+    @staticmethod
+    def flops(config: Config, num_tokens: float, num_pairs: float) -> tuple[float, float]:
+        """(products with weights, logits and weighted values) of this many tokens and pairs of tokens, forward."""
+        m = config.model
+        projections = m.width * m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads)
+        return 2 * num_tokens * projections, 4 * num_pairs * m.num_heads * m.head_dim

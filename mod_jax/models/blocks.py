@@ -1,14 +1,30 @@
-"""The two kinds of block, full and routed, and the two small heads that route.
+"""One block, and the routed block around it: who goes through, and what the block adds.
 
-Vocabulary: B rows, T positions, C slots (tokens that a routed block computes on), D width. A *score* is the router's
-raw float32 number per token; the *gate* is the weight multiplied on the block's update; *selected* tokens go through
-the block, the others are *bypassed* and leave it bit for bit as they came. `selection` says who chooses: "topk"
-(training; looks at the future), or causally each token alone: "router" (score > 0), "predictor" (its logit > 0),
-"threshold" (score > a cut-off averaged over training).
+A *block* is f in x + f(x). It has up to two parts, each with a norm before it and a residual around it:
+
+- the *mixer* is the only part that looks at other tokens, through a memory (see `memory`): attention, for example;
+- the *channel* works on each token alone: an MLP, for example.
+
+`Routed` wraps a block of any kind: x_i <- x_i + gate_i * f_i(x_S) for the selected tokens S; the others are bypassed.
+It decides who is selected, and a *dispatch* (see `dispatch`) runs them through the block. A dispatch is a matter of
+speed: whichever is taken, and whatever the memory, the same tokens are selected and get the same update.
+
+Both kinds are called alike,
+
+    x_BTD, memory, record = block(x_BTD, tokens, memory, choice, dispatch)
+
+and nobody outside `make_block` asks what is inside. To add a kind of block: write its mixer or channel in a file of its
+own, enter it in `MIXERS` or `CHANNELS`, and give it a letter in `config.LETTERS`.
+
+Vocabulary: B rows, T positions, C slots (tokens that a routed block computes on), D width, L routed blocks. A *score*
+is the router's raw float32 number per token; the *gate* is the weight multiplied on the block's update; *selected*
+tokens go through the block, *bypassed* ones leave it bit for bit as they came.
 """
 
+import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,36 +32,114 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from mod_jax import routing
-from mod_jax.config import Config, ModelConfig
+from mod_jax.config import BlockSpec, Config
+from mod_jax.errors import ConfigError
 from mod_jax.models.attention import Attention
-from mod_jax.models.layers import MLP, RMSNorm, Rotation, inverse_rms, normal, rotation
+from mod_jax.models.layers import RMSNorm, inverse_rms, normal
+from mod_jax.models.memory import Memory, Seen, Tokens
+from mod_jax.models.mlp import MLP
 from mod_jax.sharding import param
 
 CAUSAL_SELECTIONS = ("router", "predictor", "threshold")
 SELECTIONS = ("topk", *CAUSAL_SELECTIONS)
+RULES = (*SELECTIONS, "all", "nobody")
 
 # Saved by every remat policy, so that the backward pass cannot choose other tokens.
 ROUTING_INDICES = "routing_indices"
 
 
-class Stream(NamedTuple):
-    """What stays with each token through the stack: its original position, its segment (0 = padding), its rotation."""
+class Mixer(Protocol):
+    """What looks at other tokens. It is made as `Mixer(config, rngs)`; weights are its own."""
 
-    positions_BT: jax.Array
-    segments_BT: jax.Array
-    rotation: Rotation
+    def ask(self, x_BTD: jax.Array, tokens: Tokens) -> tuple[Any, Any]:
+        """(a query per token, an item per token: arrays [B, ..., T, H], all that later tokens see of it)."""
+
+    def answer(self, query: Any, seen: Seen, tokens: Tokens) -> jax.Array:
+        """What each token takes from those that it sees, [B, T, D]."""
+
+    @staticmethod
+    def flops(config: Config, num_tokens: float, num_pairs: float) -> tuple[float, float]:
+        """Forward FLOPs: (products with weights, what is done for each pair of tokens)."""
 
 
-def make_stream(positions_BT: jax.Array, segments_BT: jax.Array, head_dim: int, rope_base: float) -> Stream:
-    """The stream of int32 [B, T] positions and segments, with the rotation that every block applies."""
-    return Stream(positions_BT, segments_BT, rotation(positions_BT, head_dim, rope_base))
+class Channel(Protocol):
+    """What works on each token alone. It is made as `Channel(config, rngs)`; `flops` is as for a mixer.
+
+    A record is a NamedTuple of float32 sums over the tokens that are there, or None. It comes out of the decoder with a
+    leading axis of the blocks that have one, in order of depth.
+    """
+
+    def __call__(self, x_BTD: jax.Array, tokens: Tokens) -> tuple[jax.Array, Any]:
+        """(what is added to each token, [B, T, D]; the record)."""
+
+
+MIXERS: dict[str, type[Mixer]] = {"attention": Attention}
+CHANNELS: dict[str, type[Channel]] = {"mlp": MLP}
+
+
+def make_block(config: Config, spec: BlockSpec, rngs: nnx.Rngs) -> "Block | Routed":
+    """The block that a letter of the layout stands for."""
+    block = Block(config, spec, rngs)
+    return Routed(config, block, spec.capacity, rngs) if spec.routed else block
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Who chooses the tokens of routed blocks, and what they need for it.
+
+    Attributes:
+      rule: "topk" (training; looks at the future), or causally each token alone: "router" (score > 0), "predictor" (its
+        logit > 0), "threshold" (score > a cut-off averaged over training), "all", "nobody".
+      cutoffs_L: float32, one per routed block, read by "threshold" only; [L], or [L, B] for cut-offs of each row.
+      keys_B: random keys, one per row, read by `routing.score = "stochastic"` only.
+    """
+
+    rule: str = dataclasses.field(metadata=dict(static=True))
+    cutoffs_L: jax.Array | None = None
+    keys_B: jax.Array | None = None
+
+    def of_block(self, index: int, depth: int) -> "Choice":
+        """That of one block, the `index`-th routed one: its own cut-off, and keys of its own."""
+        cutoff = None if self.cutoffs_L is None else self.cutoffs_L[index]
+        return Choice(self.rule, cutoff, fold_in(self.keys_B, depth))
+
+
+TOPK = Choice("topk")
+
+
+def fold_in(keys_B: jax.Array | None, data: jax.Array | int) -> jax.Array | None:
+    """Keys of each row for one use of them."""
+    return None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, data)
+
+
+class Chosen(NamedTuple):
+    """What a routed block decided. `idx_BC` are the positions that got a slot, None unless it chose by top-k."""
+
+    selected_BT: jax.Array
+    gate_BT: jax.Array
+    idx_BC: jax.Array | None
+
+
+class Work(NamedTuple):
+    """Sums over selected tokens, of the gated update and of what it was added to, squared; and the channel's record."""
+
+    update_square_sum: jax.Array
+    residual_square_sum: jax.Array
+    channel: Any
+
+
+# How a routed block runs its selected tokens: (a function that gives the block, x_BTD, tokens, chosen, memory) ->
+# (x_BTD, memory, work, None where no record is wanted). The function is called where the weights are to be read.
+Dispatch = Callable[[Callable[[], "Block"], jax.Array, Tokens, Chosen, Memory], tuple[jax.Array, Memory, Work | None]]
 
 
 class RoutingRecord(NamedTuple):
     """What one routed block did; under a stack of blocks every field gains a leading axis L of routed blocks.
 
     `cutoff_B` is the C-th largest score of each row, infinite where all of it is padding. The two sums of squares, over
-    selected tokens, give the ratio of update to residual norm that shows a router feeding itself or a block that died.
+    selected tokens, give the ratio of update to residual norm that shows a router feeding itself or a block that died;
+    they are None over a cache.
     """
 
     router_logits_BT: jax.Array
@@ -53,29 +147,60 @@ class RoutingRecord(NamedTuple):
     selected_BT: jax.Array
     gate_BT: jax.Array
     cutoff_B: jax.Array
-    update_square_sum: jax.Array
-    residual_square_sum: jax.Array
+    update_square_sum: jax.Array | None
+    residual_square_sum: jax.Array | None
 
 
-class FullBlock(nnx.Module):
-    """Pre-norm attention and MLP. `update` is f in x + f(x): attn(norm(x)), plus the MLP of the norm of x plus that."""
+class Record(NamedTuple):
+    """What a block reports: of its routing, None if it is not routed; of its channel, None if that reports nothing."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.width, rngs)
-        self.attention = Attention(config, rngs)
-        self.mlp_norm = RMSNorm(config.width, rngs)
-        self.mlp = MLP(config.width, config.mlp_dim, config.activation, config.depth, rngs)
+    routing: RoutingRecord | None
+    channel: Any
 
-    def update(self, x_BTD: jax.Array, stream: Stream) -> jax.Array:
-        """The block's total residual update, without x itself. [B, T, D]."""
-        return self.with_mlp(x_BTD, self.attention(self.attention_norm(x_BTD), *stream))
 
-    def with_mlp(self, x_BTD: jax.Array, attended_BTD: jax.Array) -> jax.Array:
-        """The block's total update, once what attention adds to x is known."""
-        return attended_BTD + self.mlp(self.mlp_norm(x_BTD + attended_BTD))
+class Block(nnx.Module):
+    """Pre-norm mixer and channel. `update` is f in x + f(x): m = mixer(norm(x)), plus channel(norm(x + m)).
 
-    def __call__(self, x_BTD: jax.Array, stream: Stream) -> jax.Array:
-        return x_BTD + self.update(x_BTD, stream)
+    Parts are stored under their own names ("attention", "mlp"), so that a checkpoint says what it holds.
+    """
+
+    routed = False
+
+    def __init__(self, config: Config, spec: BlockSpec, rngs: nnx.Rngs):
+        self.names = spec.mixer, spec.channel
+        for name, kinds in zip(self.names, (MIXERS, CHANNELS), strict=True):
+            if name is not None:
+                setattr(self, f"{name}_norm", RMSNorm(config.model.width, rngs))
+                setattr(self, name, kinds[name](config, rngs))
+
+    def ask(self, x_BTD: jax.Array, tokens: Tokens) -> tuple[Any, Any]:
+        """The first half of `update`, before the memory: the mixer's (query, item) of each token."""
+        name, _ = self.names
+        return ((), ()) if name is None else getattr(self, name).ask(getattr(self, f"{name}_norm")(x_BTD), tokens)
+
+    def finish(self, x_BTD: jax.Array, query: Any, seen: Seen, tokens: Tokens) -> tuple[jax.Array, Any]:
+        """The second half, behind the memory: (the update, the channel's record)."""
+        mixer, channel = self.names
+        mixed_BTD = None if mixer is None else getattr(self, mixer).answer(query, seen, tokens)
+        if channel is None:
+            return mixed_BTD, None
+        input_BTD = x_BTD if mixer is None else x_BTD + mixed_BTD
+        update_BTD, record = getattr(self, channel)(getattr(self, f"{channel}_norm")(input_BTD), tokens)
+        return update_BTD if mixer is None else mixed_BTD + update_BTD, record
+
+    def update(self, x_BTD: jax.Array, tokens: Tokens, memory: Memory) -> tuple[jax.Array, Memory, Any]:
+        """(the block's total residual update, without x itself, [B, T, D]; the memory; the channel's record)."""
+        query, items = self.ask(x_BTD, tokens)
+        seen, memory = memory.append(items, tokens)
+        update_BTD, record = self.finish(x_BTD, query, seen, tokens)
+        return update_BTD, memory, record
+
+    def __call__(
+        self, x_BTD: jax.Array, tokens: Tokens, memory: Memory, choice: Choice, dispatch: Dispatch
+    ) -> tuple[jax.Array, Memory, Record]:
+        """Every token goes through, at once: there is nothing to choose or to dispatch."""
+        update_BTD, memory, record = self.update(x_BTD, tokens, memory)
+        return x_BTD + update_BTD, memory, Record(None, record)
 
 
 class Router(nnx.Module):
@@ -84,7 +209,7 @@ class Router(nnx.Module):
     With `routing.score` "position" the map reads sinusoids of the position in place of the token; "frozen" stops its
     gradient; "stochastic" has no parameters and draws Gaussian noise, fresh per row, block and step.
 
-    To add a kind of score: name it in `RoutingConfig.score`, compute it here, say in `RoutedBlock` whether the input's
+    To add a kind of score: name it in `RoutingConfig.score`, compute it here, say in `Routed` whether the input's
     scale applies and what the gate is, and count it in `models/flops.py`.
     """
 
@@ -92,7 +217,8 @@ class Router(nnx.Module):
         self.kind = config.routing.score
         if self.kind != "stochastic":
             D = config.model.width
-            self.weight_D = param(rngs, (D,), (None,), normal(config.routing.router_init_scale * D**-0.5))
+            init = normal(config.routing.router_init_scale * D**-0.5)
+            self.weight_D = param(rngs, (D,), (None,), init, group="router")
 
     def __call__(self, input_BTD: jax.Array, positions_BT: jax.Array, keys_B: jax.Array | None) -> jax.Array:
         """float32 scores [B, T] from the router's float32 input; `keys_B` only for "stochastic"."""
@@ -120,12 +246,13 @@ class Predictor(nnx.Module):
 
     def __init__(self, width: int, capacity: float, rngs: nnx.Rngs):
         hidden = predictor_hidden(width)
-        self.up_DP = param(rngs, (width, hidden), ("embed", None), normal(width**-0.5))
-        self.up_bias_P = param(rngs, (hidden,), (None,), jax.nn.initializers.zeros)
-        self.down_P = param(rngs, (hidden,), (None,), normal(0.1 * hidden**-0.5))
+        weight, bias = dict(group="predictor"), dict(group="predictor_bias")
+        self.up_DP = param(rngs, (width, hidden), ("embed", None), normal(width**-0.5), **weight)
+        self.up_bias_P = param(rngs, (hidden,), (None,), jax.nn.initializers.zeros, **bias)
+        self.down_P = param(rngs, (hidden,), (None,), normal(0.1 * hidden**-0.5), **weight)
         # Starts at the base rate, so that no step is spent on learning how many tokens are kept.
         kept = min(max(capacity, 0.01), 0.99)
-        self.down_bias_1 = param(rngs, (1,), (None,), jax.nn.initializers.constant(math.log(kept / (1 - kept))))
+        self.down_bias_1 = param(rngs, (1,), (None,), jax.nn.initializers.constant(math.log(kept / (1 - kept))), **bias)
 
     def __call__(self, input_BTD: jax.Array, scale_BT: jax.Array) -> jax.Array:
         """Logits [B, T]; > 0 predicts membership. Reads scale_BT * input_BTD."""
@@ -135,14 +262,16 @@ class Predictor(nnx.Module):
         return (hidden_MP @ self.down_P[...] + self.down_bias_1[...]).reshape(B, T)
 
 
-class RoutedBlock(nnx.Module):
-    """x_i <- x_i + gate_i * f_i(x_S) for the selected tokens S; x_i unchanged, bit for bit, for the others.
+class Routed(nnx.Module):
+    """A block that only selected tokens go through, each with its gate as the weight on its update.
 
-    S goes through attention and MLP together; who is not in S has no key or value here (the paper's eq. 1).
+    They go through all of the block together; who is not selected leaves no item in its memory (the paper's eq. 1).
     """
 
-    def __init__(self, config: Config, capacity: float, rngs: nnx.Rngs):
-        self.block = FullBlock(config.model, rngs)
+    routed = True
+
+    def __init__(self, config: Config, block: Block, capacity: float, rngs: nnx.Rngs):
+        self.block = block
         self.router = Router(config, rngs)
         self.predictor = Predictor(config.model.width, capacity, rngs) if config.routing.predictor else None
         self.capacity = capacity
@@ -151,43 +280,22 @@ class RoutedBlock(nnx.Module):
         self.topk_per = config.routing.topk_per
 
     def __call__(
-        self,
-        x_BTD: jax.Array,
-        stream: Stream,
-        *,
-        selection: str = "topk",
-        cutoff: jax.Array | float = 0.0,
-        keys_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, RoutingRecord]:
-        """Routes, computes, and returns the new residual stream with the record of what was done.
+        self, x_BTD: jax.Array, tokens: Tokens, memory: Memory, choice: Choice, dispatch: Dispatch
+    ) -> tuple[jax.Array, Memory, Record]:
+        """Routes, computes, and returns the new residual stream, the memory, and the record of what was done.
 
         Args:
-          selection: one of `SELECTIONS`.
-          cutoff: scalar, read by selection "threshold" only.
-          keys_B: random keys, one per row, read by stochastic scores only.
+          choice: that of this block (see `Choice.of_block`).
         """
-        gather, scatter_add = jax.vmap(routing.gather_tokens), jax.vmap(routing.scatter_add)
-        scores_BT, predictor_logits_BT = self.score(x_BTD, stream, keys_B)
-        idx_BC, allowed_BT = self.choose(selection, scores_BT, predictor_logits_BT, stream, cutoff)
-        live_BC = gather(allowed_BT, idx_BC)
-
-        # An empty slot (padding, or a token that was not chosen) gets segment 0: nobody attends to it.
-        x_BCD = gather(x_BTD, idx_BC)
-        stream_BC = jax.tree.map(lambda a: gather(a, idx_BC), stream)
-        stream_BC = stream_BC._replace(segments_BT=jnp.where(live_BC, stream_BC.segments_BT, 0))
-        update_BCD = self.block.update(x_BCD, stream_BC)
-        gate_BT = self.gate(scores_BT, stream)
-        gated_BCD = gather(gate_BT, idx_BC)[..., None] * update_BCD.astype(jnp.float32)
-        # x + -0.0 is x bit for bit; x + 0.0 would turn -0.0 into 0.0.
-        gated_BCD = jnp.where(live_BC[..., None], gated_BCD, -0.0).astype(x_BTD.dtype)
-
-        selected_BT = jax.vmap(routing.topk_targets, (0, None))(idx_BC, x_BTD.shape[1]) & allowed_BT
-        live_x_BCD = jnp.where(live_BC[..., None], x_BCD.astype(jnp.float32), 0.0)
+        scores_BT, predictor_logits_BT = self.score(x_BTD, tokens, choice.keys_B)
+        selected_BT, idx_BC = self.choose(choice, scores_BT, predictor_logits_BT, tokens)
+        chosen = Chosen(selected_BT, self.gate(scores_BT, tokens), idx_BC)
+        out_BTD, memory, work = dispatch(lambda: self.block, x_BTD, tokens, chosen, memory)
         measured = dict(
-            gate_BT=gate_BT,
-            cutoff_B=self.cutoff(scores_BT, selected_BT, stream.segments_BT > 0),
-            update_square_sum=jnp.sum(jnp.square(gated_BCD.astype(jnp.float32))),
-            residual_square_sum=jnp.sum(jnp.square(live_x_BCD)),
+            gate_BT=chosen.gate_BT,
+            cutoff_B=self.cutoff(scores_BT, selected_BT, tokens),
+            update_square_sum=work and work.update_square_sum,
+            residual_square_sum=work and work.residual_square_sum,
         )
         record = RoutingRecord(
             router_logits_BT=scores_BT,
@@ -195,22 +303,22 @@ class RoutedBlock(nnx.Module):
             selected_BT=selected_BT,
             **jax.lax.stop_gradient(measured),
         )
-        return scatter_add(x_BTD, idx_BC, gated_BCD), record
+        return out_BTD, memory, Record(record, work and work.channel)
 
     def score(
-        self, x_BTD: jax.Array, stream: Stream, keys_B: jax.Array | None = None
+        self, x_BTD: jax.Array, tokens: Tokens, keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """Router scores and predictor logits, float32 [B, T], from the block's input."""
         # A linear map commutes with each token's scale, so normalised tokens are never written to memory: for a small
         # C that would cost a fifth of the block.
         input_BTD = x_BTD.astype(jnp.float32)
         scale_BT = inverse_rms(input_BTD) if self.input_kind == "normed" else jnp.ones(x_BTD.shape[:2], jnp.float32)
-        scores_BT = self.router(input_BTD, stream.positions_BT, keys_B)
+        scores_BT = self.router(input_BTD, tokens.positions_BT, keys_B)
         if self.router.kind in ("learned", "frozen"):
             scores_BT = scores_BT * scale_BT
         return scores_BT, None if self.predictor is None else self.predictor(input_BTD, scale_BT)
 
-    def gate(self, scores_BT: jax.Array, stream: Stream) -> jax.Array:
+    def gate(self, scores_BT: jax.Array, tokens: Tokens) -> jax.Array:
         """Weight on each token's update, float32 [B, T]."""
         if self.gate_kind == "one":
             return jnp.ones_like(scores_BT)
@@ -220,56 +328,58 @@ class RoutedBlock(nnx.Module):
             return 1.0 + jnp.tanh(scores_BT)
         if self.gate_kind == "softmax":  # over the row: not causal, for ablation only
             # A finite lowest score: a row of nothing but padding would be NaN, and so would its gradient.
-            scores_BT = jnp.where(stream.segments_BT > 0, scores_BT, jnp.finfo(jnp.float32).min)
+            scores_BT = jnp.where(tokens.segments_BT > 0, scores_BT, jnp.finfo(jnp.float32).min)
             return jax.nn.softmax(scores_BT, axis=-1) * scores_BT.shape[-1]
         return scores_BT
 
-    def cutoff(self, scores_BT: jax.Array, selected_BT: jax.Array, valid_BT: jax.Array) -> jax.Array:
+    def cutoff(self, scores_BT: jax.Array, selected_BT: jax.Array, tokens: Tokens) -> jax.Array:
         """The cut-off that keeps as many tokens of each row: its C-th largest score. [B].
 
         Chosen over the row it is the smallest selected score. Chosen by document that one may lie far below: each
         document has its own smallest one.
         """
         if self.topk_per == "document":
-            T = scores_BT.shape[1]
-            select = jax.vmap(routing.select_topk, in_axes=(0, None, 0))
-            idx_BC = select(scores_BT, routing.tokens_kept(T, self.capacity), valid_BT)
-            selected_BT = jax.vmap(routing.topk_targets, (0, None))(idx_BC, T) & valid_BT
+            selected_BT, _ = self.select_topk(scores_BT, tokens)
         return jnp.min(jnp.where(selected_BT, scores_BT, jnp.inf), axis=1)
 
     def choose(
-        self,
-        selection: str,
-        scores_BT: jax.Array,
-        predictor_logits_BT: jax.Array | None,
-        stream: Stream,
-        cutoff: jax.Array | float,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The positions that get a slot, idx_BC, and which positions may be updated, bool [B, T]."""
-        B, T = scores_BT.shape
-        valid_BT = stream.segments_BT > 0
-        if selection != "topk":
+        self, choice: Choice, scores_BT: jax.Array, predictor_logits_BT: jax.Array | None, tokens: Tokens
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """(who is selected, bool [B, T]; under top-k the positions that get a slot, idx_BC)."""
+        if choice.rule != "topk":
             if self.gate_kind == "softmax":
-                raise ValueError("routing.gate = 'softmax' weighs a token by later ones: no causal selection exists")
-            every_position_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
-            return every_position_BT, valid_BT & decide(selection, scores_BT, predictor_logits_BT, cutoff)
+                raise ConfigError("routing.gate = 'softmax' weighs a token by later ones: no causal selection exists")
+            decided_BT = decide(choice.rule, scores_BT, predictor_logits_BT, choice.cutoffs_L)
+            return (tokens.segments_BT > 0) & decided_BT, None
         if self.topk_per == "document":
-            scores_BT = -jax.vmap(routing.share_within_document)(scores_BT, stream.segments_BT)
+            scores_BT = -jax.vmap(routing.share_within_document)(scores_BT, tokens.segments_BT)
+        return self.select_topk(scores_BT, tokens)
+
+    def select_topk(self, scores_BT: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        """(the C largest of each row, bool [B, T]; their positions, with padding where tokens have run out, idx_BC)."""
+        T, is_there_BT = scores_BT.shape[1], tokens.segments_BT > 0
         select = jax.vmap(routing.select_topk, in_axes=(0, None, 0))
-        idx_BC = select(scores_BT, routing.tokens_kept(T, self.capacity), valid_BT)
-        return checkpoint_name(idx_BC, ROUTING_INDICES), valid_BT
+        idx_BC = checkpoint_name(select(scores_BT, routing.tokens_kept(T, self.capacity), is_there_BT), ROUTING_INDICES)
+        return jax.vmap(routing.topk_targets, (0, None))(idx_BC, T) & is_there_BT, idx_BC
 
 
 def decide(
-    selection: str, scores: jax.Array, predictor_logits: jax.Array | None, cutoff: jax.Array | float
+    rule: str, scores: jax.Array, predictor_logits: jax.Array | None, cutoff: jax.Array | float | None
 ) -> jax.Array:
-    """What a causal selection decides about each token alone: bool, in the shape of `scores`."""
-    if selection == "router":
+    """What a causal rule decides about each token alone: bool, in the shape of `scores`.
+
+    `cutoff`, read by "threshold", is a scalar, one number for each row, or broadcasts against the scores.
+    """
+    if rule == "router":
         return routing.select_causal(scores, 0.0)
-    if selection == "threshold":
-        return routing.select_causal(scores, cutoff)
-    if selection != "predictor":
-        raise ValueError(f"selection = {selection!r}: must be one of {', '.join(SELECTIONS)}")
+    if rule == "threshold":
+        if cutoff is None:
+            raise ValueError("selection = 'threshold' needs cutoffs_L, one cut-off per routed block")
+        return routing.select_causal(scores, cutoff[:, None] if jnp.ndim(cutoff) == 1 else cutoff)
+    if rule in ("all", "nobody"):
+        return jnp.full(scores.shape, rule == "all")
+    if rule != "predictor":
+        raise ValueError(f"selection = {rule!r}: must be one of {', '.join(RULES)}")
     if predictor_logits is None:
         raise ValueError("selection = 'predictor': this model has no predictor (routing.predictor = False)")
     return routing.select_causal(predictor_logits, 0.0)

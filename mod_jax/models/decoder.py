@@ -14,16 +14,30 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mod_jax.config import BlockSpec, Config
-from mod_jax.models.blocks import ROUTING_INDICES, FullBlock, RoutedBlock, RoutingRecord, Stream, make_stream
+from mod_jax.models.blocks import (
+    ROUTING_INDICES,
+    TOPK,
+    Block,
+    Choice,
+    Record,
+    Routed,
+    RoutingRecord,
+    fold_in,
+    make_block,
+)
+from mod_jax.models.dispatch import uncached
 from mod_jax.models.layers import Embedder, RMSNorm
+from mod_jax.models.memory import Present, Tokens, make_tokens
 from mod_jax.sharding import constrain
 
 
 class ModelOutput(NamedTuple):
-    """Logits, float32 [B, T, V]; the routing record, each field with a leading L, or None without routed blocks."""
+    """Logits, float32 [B, T, V]; what routed blocks did, each field with a leading L, or None where there is none; what
+    channels report, with a leading axis of those that do, or None."""
 
     logits_BTV: jax.Array
     routing: RoutingRecord | None
+    channel: Any
 
 
 def repeating_unit(blocks: tuple[BlockSpec, ...]) -> int:
@@ -55,23 +69,16 @@ class BlockGroup(nnx.Module):
     """Consecutive blocks of fixed kinds: a unit, or the tail."""
 
     def __init__(self, config: Config, specs: tuple[BlockSpec, ...], rngs: nnx.Rngs):
-        self.blocks = nnx.List(
-            [FullBlock(config.model, rngs) if s.kind == "F" else RoutedBlock(config, s.capacity, rngs) for s in specs]
-        )
+        self.blocks = nnx.List([make_block(config, spec, rngs) for spec in specs])
 
-    def __call__(
-        self, x_BTD: jax.Array, stream: Stream, selection: str, cutoffs: jax.Array, keys_B: jax.Array | None
-    ) -> tuple[jax.Array, list[RoutingRecord]]:
-        """Runs the blocks in order; `cutoffs` has one number, and `keys_B` yields one set of keys, per routed block."""
-        records = []
+    def __call__(self, x_BTD: jax.Array, tokens: Tokens, choice: Choice) -> tuple[jax.Array, Record]:
+        """Runs the blocks in order. `choice` has one cut-off per routed block; the record has lists, one entry each."""
+        records = Record([], [])
         for depth, block in enumerate(self.blocks):
-            if isinstance(block, FullBlock):
-                x_BTD = block(x_BTD, stream)
-            else:
-                keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, depth)
-                cutoff = cutoffs[len(records)]
-                x_BTD, record = block(x_BTD, stream, selection=selection, cutoff=cutoff, keys_B=keys)
-                records.append(record)
+            own_choice = choice.of_block(len(records.routing), depth) if block.routed else choice
+            x_BTD, _, record = block(x_BTD, tokens, Present(), own_choice, uncached(choice.rule))
+            for kept, new in zip(records, record, strict=True):
+                kept += [] if new is None else [new]
         return constrain(x_BTD, ("batch", None, None)), records
 
 
@@ -91,74 +98,78 @@ class Decoder(nnx.Module):
         self.units = nnx.vmap(make_unit, in_axes=0, out_axes=0)(jax.random.split(rngs.params(), self.num_units))
         self.tail = BlockGroup(config, config.blocks[self.num_units * unit :], rngs)
         self.final_norm = RMSNorm(model.width, rngs)
-        self.routed_per_unit = sum(spec.kind == "R" for spec in config.blocks[:unit])
-        self.num_routed = config.num_routed
+        self.routed_per_unit = sum(spec.routed for spec in config.blocks[:unit])
+        self.kinds = tuple(spec.kind for spec in config.blocks)
         self.dtype = jnp.dtype(model.dtype)
         self.head_dim, self.rope_base = model.head_dim, model.rope_base
         self.scan, self.remat = model.scan, model.remat
 
-    def __call__(self, *args, **kwargs) -> ModelOutput:
+    def blocks_apart(self) -> list[Block | Routed]:
+        """Every block, first block first, with weights of its own."""
+        return [block for group in (*unstack(self.units, self.num_units), self.tail) for block in group.blocks]
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
+        choice: Choice = TOPK,
+    ) -> ModelOutput:
         """Logits for the next token at every position; arguments as for `features`."""
-        x_BTD, routing = self.features(*args, **kwargs)
-        return ModelOutput(self.embedder.logits(x_BTD), routing)
+        x_BTD, record = self.features(tokens_BT, positions_BT, segments_BT, choice)
+        return ModelOutput(self.embedder.logits(x_BTD), *record)
 
     def features(
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array | None = None,
         segments_BT: jax.Array | None = None,
-        *,
-        selection: str = "topk",
-        cutoffs_L: jax.Array | None = None,
-        row_keys_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, RoutingRecord | None]:
-        """(the normalised last residual stream [B, T, D], of which `embedder` makes logits; the routing record).
+        choice: Choice = TOPK,
+    ) -> tuple[jax.Array, Record]:
+        """(the normalised last residual stream [B, T, D], of which `embedder` makes logits; the record of all blocks).
 
         Args:
           tokens_BT: int32 ids in [0, V).
           positions_BT: int32 position of each token in its document. Default: 0 .. T-1.
           segments_BT: int32 document of each token in the packed row, >= 1; 0 is padding. Default: all 1.
-          selection: who chooses the tokens of routed blocks: "topk", "router", "predictor" or "threshold".
-          cutoffs_L: float32 cut-off per routed block, for "threshold".
-          row_keys_B: random keys, one per row, for `routing.score = "stochastic"`.
+          choice: who chooses the tokens of routed blocks. Default: top-k.
         """
         B, T = tokens_BT.shape
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
         if segments_BT is None:
             segments_BT = jnp.ones((B, T), jnp.int32)
-        if selection == "threshold" and cutoffs_L is None and self.num_routed:
-            raise ValueError("selection = 'threshold' needs cutoffs_L, one cut-off per routed block")
-        cutoffs_L = jnp.zeros(self.num_routed, jnp.float32) if cutoffs_L is None else cutoffs_L
-        stream = make_stream(positions_BT, segments_BT, self.head_dim, self.rope_base)
+        tokens = make_tokens(positions_BT, segments_BT, self.head_dim, self.rope_base)
 
         def run(x_BTD, group_inputs):
-            group, cutoffs, index = group_inputs
-            keys = None if row_keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(row_keys_B, index)
-            return group(x_BTD, stream, selection, cutoffs, keys)
+            group, cutoffs_L, index = group_inputs
+            return group(x_BTD, tokens, Choice(choice.rule, cutoffs_L, fold_in(choice.keys_B, index)))
 
         run = rematerialised(run, self.remat)
         x_BTD = self.embedder.embed(tokens_BT, self.dtype)
         in_units = self.num_units * self.routed_per_unit
-        per_unit = cutoffs_L[:in_units].reshape(self.num_units, self.routed_per_unit)
-        inputs = (self.units, per_unit, jnp.arange(self.num_units))
+        of_units = of_tail = choice.cutoffs_L
+        if choice.cutoffs_L is not None:
+            of_units, of_tail = choice.cutoffs_L[:in_units], choice.cutoffs_L[in_units:]
+            of_units = of_units.reshape(self.num_units, self.routed_per_unit, *of_units.shape[1:])
+        inputs = (self.units, of_units, jnp.arange(self.num_units))
         if self.scan:
-            x_BTD, unit_records = jax.lax.scan(run, x_BTD, inputs)
-            # One record per routed block of the unit, stacked over units: depth order takes them in turn.
-            records = (
-                [jax.tree.map(lambda *r: jnp.stack(r, 1).reshape(-1, *r[0].shape[1:]), *unit_records)]
-                if unit_records
-                else []
-            )
+            x_BTD, of_units = jax.lax.scan(run, x_BTD, inputs)
         else:
-            records = []
+            of_units = []
             for group_inputs in unstack(inputs, self.num_units):
-                x_BTD, unit_records = run(x_BTD, group_inputs)
-                records += [jax.tree.map(lambda r: r[None], record) for record in unit_records]
-        x_BTD, tail_records = run(x_BTD, (self.tail, cutoffs_L[in_units:], jnp.array(self.num_units)))
-        records += [jax.tree.map(lambda r: r[None], record) for record in tail_records]
-        record = jax.tree.map(lambda *r: jnp.concatenate(r), *records) if self.num_routed else None
-        return self.final_norm(x_BTD), record
+                x_BTD, record = run(x_BTD, group_inputs)
+                of_units.append(record)
+            of_units = jax.tree.map(lambda *r: jnp.stack(r), *of_units)
+        x_BTD, of_tail = run(x_BTD, (self.tail, of_tail, jnp.array(self.num_units)))
+        return self.final_norm(x_BTD), Record(*map(in_order_of_depth, of_units, of_tail))
+
+
+def in_order_of_depth(of_units: list, of_tail: list) -> Any:
+    """One record with a leading axis of blocks. That of units has one entry per block of a unit, stacked over units."""
+    in_turn = [jax.tree.map(lambda *r: jnp.stack(r, 1).reshape(-1, *r[0].shape[1:]), *of_units)] if of_units else []
+    records = in_turn + [jax.tree.map(lambda r: r[None], record) for record in of_tail]
+    return jax.tree.map(lambda *r: jnp.concatenate(r), *records) if records else None
 
 
 def rematerialised(run, remat: str):

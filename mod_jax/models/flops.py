@@ -14,15 +14,15 @@ import math
 from collections.abc import Sequence
 
 from mod_jax import routing
-from mod_jax.config import Config
-from mod_jax.models.blocks import predictor_hidden
+from mod_jax.config import BlockSpec, Config, unrouted
+from mod_jax.models.blocks import CHANNELS, MIXERS, predictor_hidden
 
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
     """FLOPs of one sequence, or of one token, by part."""
 
-    linear: float  # q, k, v, o and the MLP
+    linear: float  # products with the weights of mixers and channels
     attention: float  # logits and weighted values
     router: float
     predictor: float
@@ -33,16 +33,27 @@ class Flops:
         return self.linear + self.attention + self.router + self.predictor + self.unembed
 
 
-def block_flops(config: Config, num_tokens: float, causal_half: bool = False) -> tuple[float, float]:
-    """(linear, attention) FLOPs of one block on `num_tokens` tokens, forward.
+def block_flops(config: Config, spec: BlockSpec, num_tokens: float, causal_half: bool = False) -> tuple[float, float]:
+    """(linear, attention) FLOPs of what a block does with `num_tokens` tokens, forward; of all tokens, never of C.
 
-    With F = 4 D and full heads this is 24 * n * D^2 and 4 * n^2 * D.
+    Of a full block with F = 4 D and full heads this is 24 * n * D^2 and 4 * n^2 * D.
     """
-    m = config.model
-    projections = m.width * m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads)
-    linear = 2 * num_tokens * (projections + 2 * m.width * m.mlp_dim)
     pairs = num_tokens * (num_tokens + 1) / 2 if causal_half else num_tokens**2
-    return linear, 4 * pairs * m.num_heads * m.head_dim
+    return part_flops(config, spec, num_tokens, pairs)
+
+
+def part_flops(config: Config, spec: BlockSpec, num_tokens: float, num_pairs: float) -> tuple[float, float]:
+    """The sum over mixer and channel of (products with weights, what is done for each pair of tokens)."""
+    kinds = [table[name] for table, name in ((MIXERS, spec.mixer), (CHANNELS, spec.channel)) if name is not None]
+    parts = [kind.flops(config, num_tokens, num_pairs) for kind in kinds]
+    return sum(linear for linear, _ in parts), sum(of_pairs for _, of_pairs in parts)
+
+
+def head_flops(config: Config, num_tokens: float) -> tuple[float, float]:
+    """(router, predictor) FLOPs of one routed block that decides about so many tokens, forward."""
+    D, routed = config.model.width, config.routing
+    router = 2 * num_tokens * D if routed.score != "stochastic" else 0
+    return router, 2 * num_tokens * predictor_hidden(D) * (D + 1) if routed.predictor else 0
 
 
 def forward_flops(
@@ -72,13 +83,11 @@ def forward_flops(
     linear = attention = router = predicted = 0.0
     for block in config.blocks:
         tokens = T
-        if block.kind == "R":
+        if block.routed:
             tokens = routing.tokens_kept(T, block.capacity) if realised is None else next(realised) * T
-            router += 2 * T * D if config.routing.score != "stochastic" else 0
-            if config.routing.predictor and predictor:
-                hidden = predictor_hidden(D)
-                predicted += 2 * T * hidden * (D + 1)
-        block_linear, block_attention = block_flops(config, tokens, causal_half)
+            block_router, block_predictor = head_flops(config, T)
+            router, predicted = router + block_router, predicted + block_predictor * predictor
+        block_linear, block_attention = block_flops(config, block, tokens, causal_half)
         linear, attention = linear + block_linear, attention + block_attention
     return Flops(linear, attention, router, predicted, 2 * T * D * vocab_size if unembed else 0.0)
 
@@ -97,8 +106,11 @@ def selection_flops(
 
 
 def dense_flops(config: Config, vocab_size: int) -> Flops:
-    """Forward FLOPs of one row of the dense model of the same width and depth."""
-    return forward_flops(dataclasses.replace(config, model=dataclasses.replace(config.model, layout="F")), vocab_size)
+    """Forward FLOPs of one row of the same model without routing."""
+    layout = "".join(map(unrouted, config.model.layout))
+    return forward_flops(
+        dataclasses.replace(config, model=dataclasses.replace(config.model, layout=layout)), vocab_size
+    )
 
 
 def train_flops(config: Config, vocab_size: int, **switches) -> float:
@@ -112,16 +124,15 @@ def decode_flops(config: Config, vocab_size: int, slots: tuple[int, ...]) -> Flo
 
     A routed block counts by its capacity; its router and predictor, like the logits, by every token.
     """
-    D = config.model.width
     linear = attention = router = predicted = 0.0
     for block, num_slots in zip(config.blocks, slots, strict=True):
-        linear += block.capacity * block_flops(config, 1)[0]
-        attention += block.capacity * 4 * num_slots * config.model.num_heads * config.model.head_dim
-        if block.kind == "R":
-            router += 2 * D
-            if config.routing.predictor:
-                predicted += 2 * predictor_hidden(D) * (D + 1)
-    return Flops(linear, attention, router, predicted, 2 * D * vocab_size)
+        block_linear, block_attention = part_flops(config, block, 1, num_slots)
+        linear += block.capacity * block_linear
+        attention += block.capacity * block_attention
+        if block.routed:
+            block_router, block_predictor = head_flops(config, 1)
+            router, predicted = router + block_router, predicted + block_predictor
+    return Flops(linear, attention, router, predicted, 2 * config.model.width * vocab_size)
 
 
 def train_steps(config: Config, vocab_size: int) -> int:

@@ -1,6 +1,6 @@
-"""The small parts: dense products, RMSNorm, rotary angles, embedder, MLP.
+"""The small parts: dense products, RMSNorm, rotary angles, embedder.
 
-Vocabulary: B rows, T positions, D model width, F MLP hidden, N heads, H head dim, V vocabulary. Parameters are float32;
+Vocabulary: B rows, T positions, D model width, N heads, H head dim, V vocabulary. Parameters are float32;
 modules compute in the dtype of their input.
 """
 
@@ -38,24 +38,24 @@ def inverse_rms(x: jax.Array) -> jax.Array:
     return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1) + 1e-6)
 
 
-class Rotation(NamedTuple):
+class RotaryAngles(NamedTuple):
     """Sines and cosines of the rotary angles of each token (Su et al. 2021), float32 [B, T, H / 2]."""
 
     sin_BTH: jax.Array
     cos_BTH: jax.Array
 
 
-def rotation(positions_BT: jax.Array, head_dim: int, base: float) -> Rotation:
-    """By ORIGINAL positions, whatever slots the tokens sit in. Made once for all blocks: sines are dear."""
+def rotary_angles(positions_BT: jax.Array, head_dim: int, base: float) -> RotaryAngles:
+    """The angles of these positions. A token has those of its ORIGINAL position, whatever slot it sits in."""
     half = head_dim // 2
     frequencies_H = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles_BTH = positions_BT[..., None].astype(jnp.float32) * frequencies_H[None, None]
-    return Rotation(jnp.sin(angles_BTH), jnp.cos(angles_BTH))
+    return RotaryAngles(jnp.sin(angles_BTH), jnp.cos(angles_BTH))
 
 
-def rotate(x_BTNH: jax.Array, by: Rotation) -> jax.Array:
+def rotate(x_BTNH: jax.Array, angles: RotaryAngles) -> jax.Array:
     """Rotates the pairs (h, h + H / 2) of every head."""
-    sin, cos = by.sin_BTH[:, :, None], by.cos_BTH[:, :, None]
+    sin, cos = angles.sin_BTH[:, :, None], angles.cos_BTH[:, :, None]
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
 
@@ -64,7 +64,7 @@ class RMSNorm(nnx.Module):
     """RMS normalisation with a learned scale."""
 
     def __init__(self, width: int, rngs: nnx.Rngs):
-        self.scale_D = param(rngs, (width,), (None,), jax.nn.initializers.ones)
+        self.scale_D = param(rngs, (width,), (None,), jax.nn.initializers.ones, group="vector")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return (rms_normalise(x) * jnp.expand_dims(self.scale_D[...], range(x.ndim - 1))).astype(x.dtype)
@@ -95,24 +95,3 @@ class Embedder(nnx.Module):
         """[B, T, D] -> float32 [B, T, V], never rounded to the compute dtype in between."""
         weight_DV = constrain(self.output_weight().astype(x_BTD.dtype), (None, "vocab"))
         return constrain(dense(x_BTD, weight_DV, jnp.float32), ("batch", None, "vocab"))
-
-
-ACTIVATIONS = {
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
-    "gelu": jax.nn.gelu,
-    "silu": jax.nn.silu,
-}
-
-
-class MLP(nnx.Module):
-    """Two dense products around a pointwise non-linearity."""
-
-    def __init__(self, width: int, hidden: int, activation: str, depth: int, rngs: nnx.Rngs):
-        self.up_DF = param(rngs, (width, hidden), ("embed", "mlp"), normal(width**-0.5))
-        self.down_FD = param(rngs, (hidden, width), ("mlp", "embed"), normal((2 * depth * hidden) ** -0.5))
-        self.activation = activation
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        # The backward pass needs the activation again, not stored: that would be as much memory as the hidden values.
-        down = jax.checkpoint(lambda h, w: dense(ACTIVATIONS[self.activation](h), w), prevent_cse=False)
-        return down(dense(x_BTD, self.up_DF[...]), self.down_FD[...])

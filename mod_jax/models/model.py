@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from mod_jax.config import Config
+from mod_jax.models.blocks import TOPK, Choice
 from mod_jax.models.decoder import Decoder, ModelOutput
 
 INIT_STREAM = 0  # of the seed; 1 is routing's
@@ -31,13 +32,22 @@ class Model(NamedTuple):
     graphdef: Any
     abstract_params: dict[str, Any]
     logical_specs: dict[str, Any]
+    groups: dict[str, Any]
     init: Any
 
     def merge(self, params: dict[str, Any]) -> Decoder:
         return nnx.merge(self.graphdef, nnx.State(params))
 
-    def run(self, params: dict[str, Any], *args, **kwargs) -> ModelOutput:
-        return self.merge(params)(*args, **kwargs)
+    def run(
+        self,
+        params: dict[str, Any],
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
+        choice: Choice = TOPK,
+    ) -> ModelOutput:
+        """The decoder of `params`; arguments as for `Decoder.features`."""
+        return self.merge(params)(tokens_BT, positions_BT, segments_BT, choice)
 
 
 def make_model(config: Config, vocab_size: int) -> Model:
@@ -53,5 +63,6 @@ def make_model(config: Config, vocab_size: int) -> Model:
         graphdef,
         nnx.to_pure_dict(abstract),
         nnx.to_pure_dict(nnx.get_partition_spec(abstract)),
+        nnx.to_pure_dict(jax.tree.map(lambda p: p.group, abstract, is_leaf=lambda p: isinstance(p, nnx.Param))),
         lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param)),
     )

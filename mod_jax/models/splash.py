@@ -12,14 +12,7 @@ from jax.sharding import PartitionSpec
 
 from mod_jax.sharding import RULES
 
-LANES = 128
-MIN_LENGTH = 512  # below it the compiler's own attention takes as long
 BLOCKS = (512, 256, 128)
-
-
-def is_suited(length: int, platform: str) -> bool:
-    """Whether rows of this length are better attended by the kernel. It takes whole lanes only."""
-    return platform == "tpu" and length >= MIN_LENGTH and length % LANES == 0
 
 
 def splash_attend(

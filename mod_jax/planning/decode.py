@@ -21,10 +21,11 @@ import numpy as np
 from jax.sharding import AxisType, SingleDeviceSharding
 
 from mod_jax import tuning
-from mod_jax.config import Config
+from mod_jax.config import Config, is_routed
 from mod_jax.data.cache import cache_root
 from mod_jax.errors import ConfigError
 from mod_jax.models import flops
+from mod_jax.models.blocks import Choice
 from mod_jax.models.model import make_model
 from mod_jax.planning import program, roofline, topology
 from mod_jax.planning.report import (
@@ -40,11 +41,12 @@ from mod_jax.planning.report import (
     wrap,
 )
 from mod_jax.sampling import cache as cache_lib
-from mod_jax.sampling.causal import Layers, rows_per_pass
 from mod_jax.sampling.choice import Options, make_knobs
 from mod_jax.sampling.generate import MIN_BUCKET, batch_bucket, bucket
-from mod_jax.sampling.programs import Programs, Request, serving_layers
+from mod_jax.sampling.programs import Programs, Request, serving_stack
+from mod_jax.sampling.stack import Stack
 from mod_jax.trained import causal_selection
+from mod_jax.tuning import rows_per_pass
 
 PLATFORM = "tpu"
 ONE_CHIP = {"chip": 1}
@@ -71,15 +73,15 @@ def make_report(config: Config, topology_name: str, batch_size: int, context: in
     product, read_as, devices = find_slice(config, topology_name)
     num_positions = bucket(context or longest, longest)
 
-    traced, layers = trace_decoding(config, selection, batch_size, num_positions, devices[0])
+    traced, stack = trace_decoding(config, selection, batch_size, num_positions, devices[0])
     mesh = jax.make_mesh((1,), tuple(ONE_CHIP), axis_types=(AxisType.Auto,), devices=devices[:1])
     compiled = topology.compile_for(traced.lower(), product, mesh, cache_root(config.data) / "plans")
 
     slots = cache_lib.slot_counts(config, num_positions)
     rows = [rows_per_pass(batch_size, block.capacity, PLATFORM) for block in config.blocks]
     passes = [expected_passes(batch_size, block.capacity) for block in config.blocks]
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(layers))
-    weights = tree_bytes(layers)
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(stack))
+    weights = tree_bytes(stack)
     report = {
         **describe_inputs(config, product, devices, ONE_CHIP),
         "program": "decode",
@@ -100,7 +102,7 @@ def make_report(config: Config, topology_name: str, batch_size: int, context: in
             "loading": 4 * num_parameters + weights,  # a checkpoint is float32, and rounded beside itself
         },
         "flops": {"model": flops.decode_flops(config, config.model.vocab_size, slots).total},
-        "read": bytes_read(config, layers, batch_size, slots, passes, rows),
+        "read": bytes_read(config, stack, batch_size, slots, passes, rows),
     }
     if batch_size != asked:
         report["notes"].append(f"--batch={asked} is rounded up to {batch_size}, as the sampler does")
@@ -117,19 +119,19 @@ def make_report(config: Config, topology_name: str, batch_size: int, context: in
 
 def trace_decoding(
     config: Config, selection: str, batch_size: int, num_positions: int, device: jax.Device
-) -> tuple[jax.stages.Traced, Layers]:
+) -> tuple[jax.stages.Traced, Stack]:
     """`Programs.advance` as `Sampler` compiles it, all on one device; and the weights as the sampler keeps them."""
-    vocab_size, capacity_L = config.model.vocab_size, tuple(b.capacity for b in config.blocks if b.kind == "R")
+    vocab_size = config.model.vocab_size
     model = make_model(config, vocab_size)
-    layers = jax.eval_shape(functools.partial(serving_layers, config, model, platform=PLATFORM), model.abstract_params)
-    weights, structure = jax.tree.flatten(layers)
-    programs = Programs(config, structure, selection, capacity_L, vocab_size, 0, PLATFORM)
+    stack = jax.eval_shape(functools.partial(serving_stack, config, model, platform=PLATFORM), model.abstract_params)
+    weights, structure = jax.tree.flatten(stack)
+    programs = Programs(config, structure, config.capacity_L, vocab_size, 0, PLATFORM)
 
     def request():
         cutoffs_L, stop_BV = jnp.zeros(config.num_routed), jnp.zeros((batch_size, vocab_size), bool)
         options = [Options()] * batch_size
         keys_B = jax.vmap(jax.random.key)(jnp.zeros(batch_size, jnp.uint32))
-        return Request(cutoffs_L, make_knobs(options), keys_B, stop_BV)
+        return Request(Choice(selection, cutoffs_L), make_knobs(options), keys_B, stop_BV)
 
     request = jax.eval_shape(request)
     slots = cache_lib.slot_counts(config, num_positions)
@@ -145,7 +147,7 @@ def trace_decoding(
         return jax.tree.map(lambda a, lies: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=lies), tree, shardings)
 
     advance = jax.jit(programs.advance, donate_argnames="state", out_shardings=lies)
-    return advance.trace(place(weights), place(request), state=place(state, lies), target=place(scalar)), layers
+    return advance.trace(place(weights), place(request), state=place(state, lies), target=place(scalar)), stack
 
 
 def expected_passes(batch_size: int, capacity: float) -> float:
@@ -161,7 +163,7 @@ def expected_passes(batch_size: int, capacity: float) -> float:
 
 
 def bytes_read(
-    config: Config, layers: Layers, batch_size: int, slots: tuple[int, ...], passes: list[float], rows: list[int]
+    config: Config, stack: Stack, batch_size: int, slots: tuple[int, ...], passes: list[float], rows: list[int]
 ) -> dict[str, float]:
     """Bytes of weights and of caches that a step must read, by count: each pass a block's weights, and R rows' caches.
 
@@ -170,14 +172,15 @@ def bytes_read(
       rows: R, by depth.
     """
     # Of a table that is not tied only B rows are read.
-    embedder = layers.embedder
-    weights = tree_bytes(embedder if embedder.tie else embedder.unembed_DV) + tree_bytes(layers.final_norm)
+    embedder = stack.embedder
+    weights = tree_bytes(embedder if embedder.tie else embedder.unembed_DV) + tree_bytes(stack.final_norm)
     cached = 0.0
     cache = jax.eval_shape(lambda: cache_lib.init_cache(config, batch_size, slots))
-    inside = tree_bytes(layers.inner) / max(1, config.num_routed)
-    for depth, (block, block_cache) in enumerate(zip(layers.blocks, cache, strict=True)):
+    for depth, (block, block_cache) in enumerate(zip(stack.blocks, cache, strict=True)):
         weights += tree_bytes(block)  # of a routed block: router and predictor, which always run
-        weights += passes[depth] * inside if config.blocks[depth].kind == "R" else 0
+        kind = config.blocks[depth].kind
+        if kind in stack.inside:
+            weights += passes[depth] * tree_bytes(stack.inside[kind]) / stack.kinds.count(kind)
         cached += passes[depth] * rows[depth] / batch_size * tree_bytes(block_cache)
     return {"weights": weights, "cache": cached}
 
@@ -298,7 +301,7 @@ def _read(report: dict[str, Any]) -> str:
 
 def _routed(report: dict[str, Any]) -> str:
     by_depth = zip(report["layout"], report["passes"], report["rows_per_pass"], strict=True)
-    kinds = sorted({(passes, rows) for kind, passes, rows in by_depth if kind == "R"})
+    kinds = sorted({(passes, rows) for kind, passes, rows in by_depth if is_routed(kind)})
     expected = " or ".join(f"{passes:.3g} passes of {count(rows, 'row')}" for passes, rows in kinds)
     return f"{expected} a block and step, expected if each row enters by chance, with the block's capacity"
 

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mod_jax.errors import CacheOverflowError, RequestError
+from mod_jax.models.blocks import Choice
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling.choice import Options, make_knobs, make_options, row_keys, shown
-from mod_jax.sampling.programs import GenerationState, Programs, Request, serving_layers
+from mod_jax.sampling.programs import GenerationState, Programs, Request, serving_stack
 from mod_jax.sampling.text import Completion, Prompt, Row, TextStream, encode_prompt, list_prompts
 from mod_jax.trained import TrainedModel, as_model, best_selection, causal_selection
 
@@ -72,28 +73,26 @@ class Sampler:
         else:
             self._why = ""
         self.selection = causal_selection(model.config, selection)
-        self._cutoffs_L = model.cutoffs_L if cutoffs_L is None else jnp.asarray(cutoffs_L, jnp.float32)
-        self._capacity_L = tuple(capacity_L or ()) or tuple(
-            block.capacity for block in self.config.blocks if block.kind == "R"
-        )
+        cutoffs_L = model.cutoffs_L if cutoffs_L is None else jnp.asarray(cutoffs_L, jnp.float32)
+        self._choice = Choice(self.selection, cutoffs_L)
+        self._capacity_L = tuple(capacity_L or ()) or self.config.capacity_L
         self._overflow, self._growth = overflow, 0
 
-        on = jax.default_backend()
-        layers = jax.jit(lambda params: serving_layers(self.config, model.model, params, on))(model.params)
+        platform = jax.default_backend()
+        stack = jax.jit(lambda params: serving_stack(self.config, model.model, params, platform))(model.params)
         # Flat, because passing modules through `jit` costs more time than a small model's step.
-        self._weights, structure = jax.tree.flatten(layers)
-        programs = Programs(
-            self.config, structure, self.selection, self._capacity_L, self.tokenizer.vocab_size, num_drafts, on
-        )
-        lies = programs.state_shardings(self._weights[0].sharding)
+        self._weights, structure = jax.tree.flatten(stack)
+        vocab_size = self.tokenizer.vocab_size
+        programs = Programs(self.config, structure, self._capacity_L, vocab_size, num_drafts, platform)
+        shardings = programs.state_shardings(self._weights[0].sharding)
         self._prefill = jax.jit(
-            programs.prefill, static_argnames=("num_positions", "slots"), out_shardings=(lies, None)
+            programs.prefill, static_argnames=("num_positions", "slots"), out_shardings=(shardings, None)
         )
-        self._advance = jax.jit(programs.advance, donate_argnames="state", out_shardings=lies)
+        self._advance = jax.jit(programs.advance, donate_argnames="state", out_shardings=shardings)
         self._grow = jax.jit(
             lambda cache, slots: cache_lib.grow(cache, slots),
             static_argnames="slots",
-            out_shardings=lies and lies.cache,
+            out_shardings=shardings and shardings.cache,
         )
         self._score = jax.jit(programs.score)
         self._score_stepwise = jax.jit(programs.score_stepwise)
@@ -194,7 +193,7 @@ class Sampler:
             return []
         tokens_BT, lengths_B = _pad(ids, self._bucket(max(map(len, ids))))
         score = self._score_stepwise if stepwise else self._score
-        scores_BT = jax.device_get(score(self._weights, self._cutoffs_L, tokens_BT, lengths_B))
+        scores_BT = jax.device_get(score(self._weights, self._choice, tokens_BT, lengths_B))
         return [scores_T[: row.size - 1] for scores_T, row in zip(scores_BT, ids, strict=False)]
 
     # The host side of a generation.
@@ -274,7 +273,7 @@ class Sampler:
         options = options + [Options()] * filled
         prompts = [row.ids for row in rows] + [np.zeros(0, np.int32)] * filled
         keys_B = row_keys([option.seed for option in options], prompts)
-        request = Request(self._cutoffs_L, make_knobs(options), keys_B, stop_BV)
+        request = Request(self._choice, make_knobs(options), keys_B, stop_BV)
         slots = self._slots(num_positions)
         while True:
             sizes = dict(num_positions=num_positions, slots=slots)

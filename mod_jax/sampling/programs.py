@@ -10,26 +10,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
+from mod_jax import tuning
 from mod_jax.config import Config
+from mod_jax.models.blocks import Choice
 from mod_jax.models.model import Model
 from mod_jax.sampling import cache as cache_lib
-from mod_jax.sampling import causal, speculative
-from mod_jax.sampling.cache import Cache, FullCache, RoutedCache
-from mod_jax.sampling.causal import Layers, rows_per_pass
+from mod_jax.sampling import speculative
+from mod_jax.sampling.cache import Cache
 from mod_jax.sampling.choice import Knobs, choose
-from mod_jax.training.optimizer import is_decayed
-
-LANES = 128  # of a TPU's vector unit: the last dimension of an array is padded to as many
+from mod_jax.sampling.stack import Output, Stack, decode, prefill, split
 
 
 class Request(NamedTuple):
     """What stays the same while a batch is generated."""
 
-    cutoffs_L: jax.Array
+    choice: Choice  # of the tokens that routed blocks compute on
     knobs: Knobs
     keys_B: jax.Array
     stop_BV: jax.Array  # ids that end each row
@@ -52,18 +50,17 @@ class GenerationState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Functions to be jitted. `weights` are the leaves of `Layers`, which `structure` puts together again.
+    """Functions to be jitted. `weights` are the leaves of a `Stack`, which `structure` puts together again.
 
     Attributes:
       capacity_L: the fraction that each routed block is expected to select; sizes passes, never results.
       num_ids: ids that stand for something; the embedding table may have more rows.
       num_drafts: tokens drafted per step; 0: no drafts.
-      platform: of the device that runs them (see `causal.rows_per_pass`).
+      platform: of the device that runs them (see `tuning`).
     """
 
     config: Config
     structure: Any
-    selection: str
     capacity_L: tuple[float, ...]
     num_ids: int
     num_drafts: int
@@ -73,7 +70,7 @@ class Programs:
         self, weights, request: Request, tokens_BT, lengths_B, limits_B, *, num_positions: int, slots: tuple[int, ...]
     ) -> tuple[GenerationState, jax.Array]:
         """Runs the prompts and produces one token per row; and whether the cache was too small for the prompts."""
-        layers, output = self._prompt(weights, request.cutoffs_L, tokens_BT, lengths_B, slots)
+        stack, output = self._prompt(weights, request.choice, tokens_BT, lengths_B, slots)
         zeros_B = jnp.zeros_like(lengths_B)
         state = GenerationState(
             cache=output.cache,
@@ -88,11 +85,11 @@ class Programs:
             steps=jnp.zeros((), jnp.int32),
         )
         last_B1D = jnp.take_along_axis(output.x_BTD, lengths_B[:, None, None] - 1, axis=1)
-        return self._choose(state, layers.logits(last_B1D), request), cache_lib.overflowed(output.cache)
+        return self._choose(state, stack.logits(last_B1D), request), cache_lib.overflowed(output.cache)
 
     def advance(self, weights, request: Request, *, state: GenerationState, target: jax.Array) -> GenerationState:
         """Decodes until `target` steps were made, every row has ended, or a live row's cache is full."""
-        layers = jax.tree.unflatten(self.structure, weights)
+        stack = jax.tree.unflatten(self.structure, weights)
         num_positions = state.output_BN.shape[1]
 
         def goes_on(state):
@@ -104,69 +101,66 @@ class Programs:
             positions_B, live_B = state.prompt_lengths_B + state.produced_B - 1, ~state.done_B
             state = state._replace(steps=state.steps + 1, steps_B=state.steps_B + live_B)
             advance = self._speculate if self.num_drafts else self._decode
-            return advance(layers, state, request, last_B1[:, 0], positions_B, live_B)
+            return advance(stack, state, request, last_B1[:, 0], positions_B, live_B)
 
         return jax.lax.while_loop(goes_on, step, state)
 
     def state_shardings(self, weights: jax.sharding.Sharding) -> GenerationState | None:
         """Where and how the arrays of a state are to lie, beside the weights; None: as the compiler has it by default.
 
-        Decoding on a TPU wants the heads of a token beside each other, since it writes token by token. If caches come
-        in another layout, each call copies them, there and back: they would take twice the memory, and a call with one
-        step (streaming) up to three times the traffic. A head that does not fill a tile's 128 lanes would be padded.
+        See `tuning.cache_layout`.
         """
-        if self.platform != "tpu" or self.config.model.head_dim % LANES or len(weights.device_set) > 1:
+        layout = tuning.cache_layout(self.platform, self.config.model.head_dim)
+        if layout is None or len(weights.device_set) > 1:
             return None
         device = SingleDeviceSharding(*weights.device_set)
-        kv = Format(Layout((0, 2, 1, 3)), device)
-        cache = tuple(
-            FullCache(kv, kv) if block.kind == "F" else RoutedCache(kv, kv, device, device)
-            for block in self.config.blocks
-        )
+        cache = jax.eval_shape(lambda: cache_lib.init_cache(self.config, 1, (1,) * len(self.config.blocks)))
+        heads = Format(Layout(layout), device)
+        cache = jax.tree.map(lambda array: heads if array.ndim == len(layout) else device, cache)
         return GenerationState(cache, *[device] * (len(GenerationState._fields) - 1))
 
-    def score(self, weights, cutoffs_L, tokens_BT, lengths_B) -> jax.Array:
+    def score(self, weights, choice: Choice, tokens_BT, lengths_B) -> jax.Array:
         """log p of tokens 1, 2, ... given those before, [B, T - 1], by one prefill."""
         slots = (tokens_BT.shape[1],) * len(self.config.blocks)  # as many as positions: nothing can overflow
-        layers, output = self._prompt(weights, cutoffs_L, tokens_BT, lengths_B, slots)
-        return _log_p(layers.logits(output.x_BTD)[:, :-1], tokens_BT[:, 1:])
+        stack, output = self._prompt(weights, choice, tokens_BT, lengths_B, slots)
+        return _log_p(stack.logits(output.x_BTD)[:, :-1], tokens_BT[:, 1:])
 
-    def score_stepwise(self, weights, cutoffs_L, tokens_BT, lengths_B) -> jax.Array:
+    def score_stepwise(self, weights, choice: Choice, tokens_BT, lengths_B) -> jax.Array:
         """The same by decoding token after token."""
-        layers = jax.tree.unflatten(self.structure, weights)
+        stack = jax.tree.unflatten(self.structure, weights)
         B, T = tokens_BT.shape
 
         def step(cache, position):
             positions_B = jnp.full(B, position, jnp.int32)
-            given = (tokens_BT[:, position], positions_B, positions_B < lengths_B, cache, self.selection, cutoffs_L)
-            output = causal.decode_step(layers, *given, self._expected(B))
-            return output.cache, _log_p(layers.logits(output.x_BTD), tokens_BT[:, position + 1][:, None])[:, 0]
+            given = (tokens_BT[:, position], positions_B, positions_B < lengths_B, cache, choice)
+            output = decode(stack, *given, self._expected(B))
+            return output.cache, _log_p(stack.logits(output.x_BTD), tokens_BT[:, position + 1][:, None])[:, 0]
 
         cache = cache_lib.init_cache(self.config, B, (T,) * len(self.config.blocks))
         return jax.lax.scan(step, cache, jnp.arange(T - 1))[1].T
 
-    def _prompt(self, weights, cutoffs_L, tokens_BT, lengths_B, slots) -> tuple[Layers, causal.Output]:
-        layers = jax.tree.unflatten(self.structure, weights)
+    def _prompt(self, weights, choice: Choice, tokens_BT, lengths_B, slots) -> tuple[Stack, Output]:
+        stack = jax.tree.unflatten(self.structure, weights)
         B, T = tokens_BT.shape
         kept_L = tuple(cache_lib.routed_slots(T, capacity) for capacity in self.capacity_L)
         cache = cache_lib.init_cache(self.config, B, slots)
         valid_BT = jnp.arange(T)[None] < lengths_B[:, None]
-        return layers, causal.prefill(layers, tokens_BT, valid_BT, cache, self.selection, cutoffs_L, kept_L)
+        return stack, prefill(stack, tokens_BT, valid_BT, cache, choice, kept_L)
 
-    def _decode(self, layers, state: GenerationState, request: Request, tokens_B, positions_B, live_B):
-        given = (tokens_B, positions_B, live_B, state.cache, self.selection, request.cutoffs_L)
-        output = causal.decode_step(layers, *given, self._expected(len(tokens_B)))
+    def _decode(self, stack, state: GenerationState, request: Request, tokens_B, positions_B, live_B):
+        given = (tokens_B, positions_B, live_B, state.cache, request.choice)
+        output = decode(stack, *given, self._expected(len(tokens_B)))
         state = state._replace(
             cache=output.cache,
             fed_B=state.fed_B + live_B,
             selected_B=state.selected_B + jnp.sum(output.selected_LBT, axis=(0, 2), dtype=jnp.int32),
         )
-        return self._choose(state, layers.logits(output.x_BTD), request)
+        return self._choose(state, stack.logits(output.x_BTD), request)
 
-    def _speculate(self, layers, state: GenerationState, request: Request, tokens_B, positions_B, live_B):
-        given = (tokens_B, positions_B, live_B, state.cache, self.selection, request.cutoffs_L, request.knobs)
+    def _speculate(self, stack, state: GenerationState, request: Request, tokens_B, positions_B, live_B):
+        given = (tokens_B, positions_B, live_B, state.cache, request.choice, request.knobs)
         verified = speculative.draft_and_verify(
-            layers,
+            stack,
             *given,
             _fold(request.keys_B, state.produced_B),
             num_ids=self.num_ids,
@@ -188,17 +182,17 @@ class Programs:
         return _emit(state, chosen_B[:, None], jnp.ones_like(chosen_B), request.stop_BV)
 
     def _expected(self, count: int) -> tuple[int, ...]:
-        return tuple(rows_per_pass(count, capacity, self.platform) for capacity in self.capacity_L)
+        return tuple(tuning.rows_per_pass(count, capacity, self.platform) for capacity in self.capacity_L)
 
 
-def serving_layers(config: Config, model: Model, params: dict[str, Any], platform: str) -> Layers:
+def serving_stack(config: Config, model: Model, params: dict[str, Any], platform: str) -> Stack:
     """The decoder of `params` as decoding on this platform reads it: matrices in the compute dtype, the rest float32.
 
     Training rounds those matrices to the compute dtype at every use: once is as good, and halves what is read.
     """
     dtype = jnp.dtype(config.model.dtype)
-    params = jax.tree_util.tree_map_with_path(lambda p, x: x.astype(dtype) if is_decayed(p) else x, params)
-    return causal.split_layers(nnx.merge(model.graphdef, nnx.State(params)), platform)
+    params = jax.tree.map(lambda w, group: w.astype(dtype) if group == "matrix" else w, params, model.groups)
+    return split(model.merge(params), platform)
 
 
 def _emit(state: GenerationState, tokens_BE, count_B, stop_BV) -> GenerationState:

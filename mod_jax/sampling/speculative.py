@@ -1,24 +1,22 @@
 """Self-speculative decoding: the model without its routed blocks drafts, the whole causal model verifies in one pass.
 
-The draft needs no weights of its own, and reads the whole model's caches of full blocks. Its tokens are accepted so
-that the output follows exactly the whole model's distribution (Leviathan et al. 2023, Chen et al. 2023); at temperature
-0 that is token for token what decoding one by one gives. Nothing promises that it is faster: it pays where a pass over
-a few tokens costs little more than over one, and where drafts are mostly accepted.
+The draft needs no weights of its own, and reads the whole model's caches of the blocks that are not routed. Its tokens
+are accepted so that the output follows exactly the whole model's distribution (Leviathan et al. 2023, Chen et al.
+2023); at temperature 0 that is token for token what decoding one by one gives. Nothing promises that it is faster: it
+pays where a pass over a few tokens costs little more than over one, and where drafts are mostly accepted.
 
 Vocabulary: B rows, G drafted tokens, V vocabulary, L routed blocks.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from mod_jax.models.blocks import FullBlock
-from mod_jax.sampling import causal
-from mod_jax.sampling.cache import Cache, FullCache, RoutedCache, forget_after
-from mod_jax.sampling.causal import Layers
+from mod_jax.models.blocks import Choice
+from mod_jax.sampling.cache import Cache, forget_after
 from mod_jax.sampling.choice import Knobs, probabilities
+from mod_jax.sampling.stack import Stack, decode, extend
 
 
 class Verified(NamedTuple):
@@ -34,13 +32,12 @@ class Verified(NamedTuple):
 
 
 def draft_and_verify(
-    layers: Layers,
+    stack: Stack,
     tokens_B: jax.Array,
     positions_B: jax.Array,
     live_B: jax.Array,
     cache: Cache,
-    selection: str,
-    cutoffs_L: jax.Array,
+    choice: Choice,
     knobs: Knobs,
     keys_B: jax.Array,
     *,
@@ -60,22 +57,20 @@ def draft_and_verify(
     """
     draft_keys_B, accept_keys_B, own_keys_B = (_fold(keys_B, stream) for stream in range(3))
     drafted_BG, q_BGV, cache = _draft(
-        layers, tokens_B, positions_B, live_B, cache, knobs, draft_keys_B, num_ids, num_drafts
+        stack, tokens_B, positions_B, live_B, cache, knobs, draft_keys_B, num_ids, num_drafts
     )
+    cache = forget_after(cache, positions_B - 1)  # the whole model runs the drafted tokens again
 
     all_BG1 = jnp.concatenate([tokens_B[:, None], drafted_BG], axis=1)
     positions_BG1 = positions_B[:, None] + jnp.arange(num_drafts + 1, dtype=jnp.int32)[None]
     live_BG1 = live_B[:, None] & (positions_BG1 < num_positions)
-    output = causal.extend(layers, all_BG1, positions_BG1, live_BG1, cache, selection, cutoffs_L, kept_L)
-    p_BG1V = probabilities(layers.logits(output.x_BTD)[..., :num_ids], knobs)
+    output = extend(stack, all_BG1, positions_BG1, live_BG1, cache, choice, kept_L)
+    p_BG1V = probabilities(stack.logits(output.x_BTD)[..., :num_ids], knobs)
 
     own_B, accepted_B = accept(p_BG1V, q_BGV, drafted_BG, accept_keys_B, own_keys_B)
     is_own_BG1 = jnp.arange(num_drafts + 1)[None] == accepted_B[:, None]
     tokens_BG1 = jnp.where(is_own_BG1, own_B[:, None], jnp.pad(drafted_BG, ((0, 0), (0, 1))))
-    cache = tuple(
-        forget_after(block, positions_B + accepted_B) if isinstance(block, RoutedCache) else block
-        for block in output.cache
-    )
+    cache = forget_after(output.cache, positions_B + accepted_B)
     selected_B = jnp.sum(output.selected_LBT, axis=(0, 2), dtype=jnp.int32)
     return Verified(tokens_BG1, accepted_B + 1, cache, selected_B)
 
@@ -97,22 +92,18 @@ def accept(p_BG1V, q_BGV, drafted_BG, accept_keys_B, own_keys_B) -> tuple[jax.Ar
     return _draw(rest_BV, own_keys_B), accepted_B
 
 
-def _draft(layers: Layers, tokens_B, positions_B, live_B, cache: Cache, knobs, keys_B, num_ids: int, num_drafts: int):
-    """(drafted tokens [B, G], their distributions [B, G, V], cache) by the full blocks alone."""
-    full = dataclasses.replace(layers, blocks=tuple(b for b in layers.blocks if isinstance(b, FullBlock)))
-    full_cache = tuple(block for block in cache if isinstance(block, FullCache))
+def _draft(stack: Stack, tokens_B, positions_B, live_B, cache: Cache, knobs, keys_B, num_ids: int, num_drafts: int):
+    """(drafted tokens [B, G], their distributions [B, G, V], cache) with all routed blocks bypassed."""
 
     def step(carry, offset):
-        tokens_B, full_cache = carry
-        output = causal.decode_step(full, tokens_B, positions_B + offset, live_B, full_cache, "none", (), ())
-        q_BV = probabilities(full.logits(output.x_BTD)[:, 0, :num_ids], knobs)
+        tokens_B, cache = carry
+        output = decode(stack, tokens_B, positions_B + offset, live_B, cache, Choice("nobody"))
+        q_BV = probabilities(stack.logits(output.x_BTD)[:, 0, :num_ids], knobs)
         tokens_B = _draw(q_BV, _fold(keys_B, offset))
         return (tokens_B, output.cache), (tokens_B, q_BV)
 
     offsets = jnp.arange(num_drafts, dtype=jnp.int32)
-    (_, full_cache), (drafted_GB, q_GBV) = jax.lax.scan(step, (tokens_B, full_cache), offsets)
-    updated = iter(full_cache)
-    cache = tuple(next(updated) if isinstance(block, FullCache) else block for block in cache)
+    (_, cache), (drafted_GB, q_GBV) = jax.lax.scan(step, (tokens_B, cache), offsets)
     return drafted_GB.T, q_GBV.swapaxes(0, 1), cache
 
 

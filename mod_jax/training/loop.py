@@ -268,12 +268,13 @@ def vocabulary(config: Config, corpus: Corpus) -> int:
 def abstract_state(config: Config, model: Model, mesh: jax.sharding.Mesh) -> TrainState:
     """The train state as ShapeDtypeStructs, each with its sharding."""
     shapes = jax.eval_shape(lambda: init_state(config, model))
+    optimizer = make_optimizer(config.optimizer, model.groups)
     params = sharding.param_shardings(mesh, model.logical_specs, shapes.params)
     everywhere = sharding.replicated(mesh)
     shardings = TrainState(
         step=everywhere,
         params=params,
-        opt_state=sharding.opt_state_shardings(mesh, make_optimizer(config.optimizer), shapes.opt_state, params),
+        opt_state=sharding.opt_state_shardings(mesh, optimizer, shapes.opt_state, params),
         cutoffs_L=everywhere,
         bad_steps=everywhere,
     )

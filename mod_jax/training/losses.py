@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from mod_jax.config import Config
 from mod_jax.models.blocks import RoutingRecord
 from mod_jax.sharding import RULES, constrain
-from mod_jax.tuning import platform
+from mod_jax.tuning import default_loss_chunk
 
 
 class LossSums(NamedTuple):
@@ -59,8 +59,8 @@ def loss_sums(
     Args:
       x_BTD, weight_DV: features and the weight that makes logits of them (`Decoder.features`,
         `Embedder.output_weight`).
-      chunk: tokens per device whose logits exist at a time, 0 for `default_chunk`. Changes memory and speed, never
-        the result.
+      chunk: tokens per device whose logits exist at a time, 0 for `tuning.default_loss_chunk`. Changes memory and
+        speed, never the result.
     """
     weights_BT = (segments_BT > 0).astype(jnp.float32)
     next_token, cross_entropy = next_token_sums(z_loss, chunk, x_BTD, weight_DV, targets_BT, weights_BT)
@@ -160,17 +160,8 @@ def _over_chunks(with_gradients: bool, z_loss: float, chunk: int, x_BTD, weight_
 
 def num_chunks(num_rows: int, length: int, chunk: int) -> int:
     """Chunks that rows of this length are taken in, in the current mesh."""
-    tokens_per_row = (chunk or default_chunk()) * _num_groups(num_rows) // num_rows
+    tokens_per_row = (chunk or default_loss_chunk()) * _num_groups(num_rows) // num_rows
     return math.ceil(length / max(1, tokens_per_row))
-
-
-def default_chunk() -> int:
-    """Tokens per device whose logits exist at a time.
-
-    On a CPU few, so that they stay in its cache (measured: a fifth less time for the loss at V = 4096); elsewhere more,
-    so that adding to the gradient of the weight, read and written once a chunk, hides behind the products.
-    """
-    return 512 if platform() == "cpu" else 2048
 
 
 def _num_groups(num_rows: int) -> int:

@@ -1,43 +1,17 @@
 """AdamW with named parameter groups, and the learning-rate schedule as a pure function of the step.
 
-Groups go by name, never by rank: stacking layers turns norm vectors into matrices, and a rule "decay what has two
-dimensions" would then decay norms and routers. The predictor's gradient is clipped apart, so that it cannot scale the
-language model's gradient through the global norm.
+Each parameter declares its group (see `sharding.GROUPS`). The predictor's gradient is clipped apart, so that it cannot
+scale the language model's gradient through the global norm.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from mod_jax.config import OptimizerConfig
-
-DECAYED = frozenset(
-    {"q_DNH", "k_DKH", "v_DKH", "o_NHD", "up_DF", "down_FD", "table_VD", "unembed_DV"},
-)
-ROUTING_DECAYED = frozenset({"weight_D", "up_DP", "down_P"})
-
-
-def names(path) -> tuple[str, ...]:
-    """The names along a parameter's path: ("units", "blocks", "1", "router", "weight_D")."""
-    return tuple(str(getattr(part, "key", part)) for part in path)
-
-
-def group_of(path) -> str:
-    """The parameter's group: "predictor", "router" or "trunk" (all the rest)."""
-    parts = names(path)
-    return next((group for group in ("predictor", "router") if group in parts), "trunk")
-
-
-def mask(condition: Callable[[tuple], bool]) -> Callable:
-    """A function from a parameter tree to a tree of booleans, by path."""
-    return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: condition(path), params)
-
-
-def is_decayed(path) -> bool:
-    """Whether `weight_decay` applies: the trunk's matrices and embeddings; no norm, router or predictor."""
-    return group_of(path) == "trunk" and names(path)[-1] in DECAYED
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> Callable[[jax.Array], jax.Array]:
@@ -55,20 +29,25 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> Callable[[jax.Arra
     return schedule
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, groups: dict[str, Any]) -> optax.GradientTransformation:
     """Everything between gradient and update except the learning rate, which the step multiplies itself.
 
     So the rate depends on the step alone, also after skipped updates and across resumes.
+
+    Args:
+      groups: the group of each parameter (`Model.groups`).
     """
-    in_predictor = mask(lambda path: group_of(path) == "predictor")
-    not_in_predictor = mask(lambda path: group_of(path) != "predictor")
-    in_routing = mask(lambda path: group_of(path) != "trunk")
-    decayed_routing = mask(lambda path: group_of(path) != "trunk" and names(path)[-1] in ROUTING_DECAYED)
+
+    def those_in(*names: str):
+        return jax.tree.map(lambda group: group in names, groups)
+
+    trunk = "matrix", "vector"
+    predictor = "predictor", "predictor_bias"
     return optax.chain(
-        optax.masked(optax.clip_by_global_norm(config.clip_norm), not_in_predictor),
-        optax.masked(optax.clip_by_global_norm(config.clip_norm), in_predictor),
+        optax.masked(optax.clip_by_global_norm(config.clip_norm), those_in("router", *trunk)),
+        optax.masked(optax.clip_by_global_norm(config.clip_norm), those_in(*predictor)),
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
-        optax.add_decayed_weights(config.weight_decay, mask=mask(is_decayed)),
-        optax.add_decayed_weights(config.router_weight_decay, mask=decayed_routing),
-        optax.masked(optax.scale(config.router_learning_rate_scale), in_routing),
+        optax.add_decayed_weights(config.weight_decay, mask=those_in("matrix")),
+        optax.add_decayed_weights(config.router_weight_decay, mask=those_in("router", "predictor")),
+        optax.masked(optax.scale(config.router_learning_rate_scale), those_in("router", *predictor)),
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from mod_jax.config import Config
-from mod_jax.models.blocks import RoutingRecord
+from mod_jax.models.blocks import Choice, RoutingRecord
 from mod_jax.models.model import Model, Weights
 from mod_jax.training.finite import finite_parts
 from mod_jax.training.losses import LossSums, loss_sums, objective
@@ -55,7 +55,7 @@ def init_state(config: Config, model: Model) -> TrainState:
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=make_optimizer(config.optimizer).init(params),
+        opt_state=make_optimizer(config.optimizer, model.groups).init(params),
         cutoffs_L=jnp.zeros(config.num_routed, jnp.float32),
         bad_steps=jnp.zeros((), jnp.int32),
     )
@@ -75,17 +75,13 @@ def make_train_step(config: Config, model: Model, num_steps: int):
     `batch` holds int32 [B, T] arrays tokens_BT, targets_BT, positions_BT, segment_ids_BT. Metrics are float32 scalars,
     and [L] arrays for what is counted per routed block.
     """
-    optimizer, schedule = make_optimizer(config.optimizer), make_schedule(config.optimizer, num_steps)
+    optimizer, schedule = make_optimizer(config.optimizer, model.groups), make_schedule(config.optimizer, num_steps)
     num_micro = config.train.accumulation
 
     def micro_loss(params, batch, num_tokens):
         decoder = model.merge(params)
-        x_BTD, routing = decoder.features(
-            batch["tokens_BT"],
-            batch["positions_BT"],
-            batch["segment_ids_BT"],
-            row_keys_B=batch["keys_B"],
-        )
+        inputs = batch["tokens_BT"], batch["positions_BT"], batch["segment_ids_BT"]
+        x_BTD, (routing, _) = decoder.features(*inputs, Choice("topk", keys_B=batch["keys_B"]))
         losses = loss_sums(
             x_BTD,
             decoder.embedder.output_weight(),

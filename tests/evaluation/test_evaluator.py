@@ -12,6 +12,7 @@ from mod_jax.data.corpus import prepare_corpus
 from mod_jax.errors import CausalityError
 from mod_jax.evaluation.evaluator import CAUSALITY_TOLERANCE, Evaluator
 from mod_jax.models import blocks, flops
+from mod_jax.models.blocks import Choice
 from mod_jax.models.model import make_model
 from mod_jax.training.step import init_state
 
@@ -77,8 +78,7 @@ def test_losses_and_capacity_by_hand(evaluated, selection):
     data = windows(evaluator)
     params, cutoffs_L = jax.device_get((state.params, state.cutoffs_L))
     inputs = (data["tokens_BT"], data["positions_BT"], data["segment_ids_BT"])
-    run = jax.jit(model.run, static_argnames="selection")
-    logits_BTV, record = run(params, *inputs, selection=selection, cutoffs_L=cutoffs_L)
+    logits_BTV, record, _ = jax.jit(model.run)(params, *inputs, Choice(selection, cutoffs_L))
     logits_BTV = np.asarray(logits_BTV, np.float64)
     log_normaliser_BT = np.log(np.exp(logits_BTV).sum(axis=-1))
     target_BT = np.take_along_axis(logits_BTV, data["targets_BT"][..., None], axis=-1)[..., 0]

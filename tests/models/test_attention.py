@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mod_jax.config import ModelConfig
+from mod_jax.config import Config, ModelConfig
 from mod_jax.models import attention as attention_lib
 from mod_jax.models.attention import MIN_CHUNK, Attention
-from mod_jax.models.layers import rotation
+from mod_jax.models.memory import Present, Seen, make_tokens
 
 attend = jax.jit(attention_lib.attend, static_argnames="same_tokens")
 MODEL = ModelConfig(width=16, depth=1, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=32, qk_norm=False)
@@ -107,7 +107,7 @@ def test_a_sharp_softmax_neither_overflows_nor_vanishes():
 
 @nnx.jit(static_argnums=0)
 def make(model):
-    return Attention(model, nnx.Rngs(params=jax.random.key(0)))
+    return Attention(Config(model=model), nnx.Rngs(params=jax.random.key(0)))
 
 
 def make_attention(**changes):
@@ -116,11 +116,14 @@ def make_attention(**changes):
 
 @nnx.jit
 def run(attention, x, positions, segments):
-    return attention(x, positions, segments, turns(positions))
+    tokens = tokens_at(positions, segments)
+    query, items = attention.ask(x, tokens)
+    seen, _ = Present().append(items, tokens)
+    return attention.answer(query, seen, tokens)
 
 
-def turns(positions):
-    return rotation(positions, MODEL.head_dim, MODEL.rope_base)
+def tokens_at(positions, segments):
+    return make_tokens(positions, segments, MODEL.head_dim, MODEL.rope_base)
 
 
 def inputs(length=8):
@@ -147,14 +150,14 @@ def test_qk_norm_makes_logits_blind_to_the_size_of_queries_and_keys(qk_norm):
     attention.k_DKH[...] *= 10.0
     same = np.allclose(before, run(attention, *inputs()), atol=1e-4)
     assert same is qk_norm
-    q, k, _ = attention.project(inputs()[0], turns(inputs()[1]))
+    q, (k, _) = attention.ask(inputs()[0], tokens_at(*inputs()[1:]))
     assert np.allclose(jnp.mean(jnp.square(q), axis=-1), 1.0, atol=1e-3) is qk_norm  # rotation keeps the norm
     assert np.allclose(jnp.mean(jnp.square(k), axis=-1), 1.0, atol=1e-3) is qk_norm
 
 
 def test_the_module_is_projection_attention_and_combination():
     attention, (x, positions, segments) = make_attention(), inputs()
-    q, k, v = attention.project(x, turns(positions))
+    q, (k, v) = attention.ask(x, tokens_at(positions, segments))
     assert (q.shape, k.shape, v.shape) == ((2, 8, 4, 4), (2, 2, 8, 4), (2, 2, 8, 4))
     out = naive(q, k, v, *(np.asarray(a) for a in (positions, positions, segments, segments)))
     expected = np.einsum("BTNH,NHD->BTD", out, attention.o_NHD[...])
@@ -166,9 +169,10 @@ def test_r7_routed_attention_uses_original_positions():
     attention, (x, positions, segments) = make_attention(), inputs(8)
     chosen = np.array([1, 4, 6])
     gathered = run(attention, x[:, chosen], positions[:, chosen], segments[:, chosen])
-    q, k, v = attention.project(x, turns(positions))
+    tokens = tokens_at(positions, segments)
+    query, items = attention.ask(x, tokens)
     only_chosen = jnp.zeros((2, 8), jnp.int32).at[:, chosen].set(1)
-    masked = attention.combine(attend(q, k, v, positions, positions, segments, only_chosen))
+    masked = attention.answer(query, Seen(items, positions, only_chosen, False), tokens)
     np.testing.assert_allclose(gathered, masked[:, chosen], rtol=1e-5, atol=1e-6)
     renumbered = run(attention, x[:, chosen], positions[:, :3], segments[:, chosen])  # angles 0, 1, 2: the fault
     assert np.abs(gathered - renumbered)[:, 1:].max() > 1e-3

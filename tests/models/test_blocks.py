@@ -11,43 +11,61 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from mod_jax.config import BlockSpec
 from mod_jax.models import blocks
-from mod_jax.models.blocks import FullBlock, RoutedBlock, make_stream
+from mod_jax.models.blocks import SELECTIONS, TOPK, Choice, make_block
+from mod_jax.models.dispatch import uncached
+from mod_jax.models.memory import Present, make_tokens
 
 D = 16
-stream_of = functools.partial(make_stream, head_dim=8, rope_base=1e4)  # as in the tiny config
+tokens_of = functools.partial(make_tokens, head_dim=8, rope_base=1e4)  # as in the tiny config
 
 
 @functools.cache
 def make(config, capacity=0.25):
-    """A routed block with weights of order 1: (run, params), where run is `RoutedBlock.__call__` of pure params."""
+    """A routed block with weights of order 1: (run, params); run gives (x, routing record) for pure params."""
 
     def build():
-        return RoutedBlock(config, capacity, nnx.Rngs(params=jax.random.key(0)))
+        return routed_block(config, capacity)
 
     graphdef, abstract = nnx.split(nnx.eval_shape(build), nnx.Param)
     rng = np.random.default_rng(3)
     params = jax.tree.map(lambda p: jnp.asarray(0.3 * rng.normal(size=p.shape), p.dtype), nnx.to_pure_dict(abstract))
 
-    def run(params, x_BTD, stream, **kwargs):
-        return nnx.merge(graphdef, nnx.State(params))(x_BTD, stream, **kwargs)
+    def run(params, x_BTD, tokens, choice=TOPK):
+        return apply(nnx.merge(graphdef, nnx.State(params)), x_BTD, tokens, choice)
 
-    return jax.jit(run, static_argnames="selection"), params
+    return jax.jit(run), params
+
+
+def routed_block(config, capacity):
+    return make_block(config, BlockSpec("R", capacity), nnx.Rngs(params=jax.random.key(0)))
+
+
+def apply(block, x_BTD, tokens, choice=TOPK):
+    """(x behind the block, its routing record), without a cache."""
+    x_BTD, _, record = block(x_BTD, tokens, Present(), choice, uncached(choice.rule))
+    return x_BTD, record.routing
 
 
 @functools.cache
-def full_update(model):
+def full_update(config):
     """f(x_S) of pure params, jitted."""
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: FullBlock(model, nnx.Rngs(params=jax.random.key(0)))))
-    return jax.jit(lambda params, x, stream: nnx.merge(graphdef, nnx.State(params)).update(x, stream))
+    full = BlockSpec("F", 1.0)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_block(config, full, nnx.Rngs(params=jax.random.key(0)))))
+
+    def update(params, x_BTD, tokens):
+        return nnx.merge(graphdef, nnx.State(params)).update(x_BTD, tokens, Present())[0]
+
+    return jax.jit(update)
 
 
 @functools.cache
 def weighted_sum(run):
-    """A function of (params, x, stream): ((a loss of the block's output alone, (out, record)), its gradients)."""
+    """A function of (params, x, tokens): ((a loss of the block's output alone, (out, record)), its gradients)."""
 
-    def loss(params, x, stream):
-        out, record = run(params, x, stream)
+    def loss(params, x, tokens):
+        out, record = run(params, x, tokens)
         weights = np.random.default_rng(9).normal(size=out.shape).astype(np.float32)
         return jnp.sum(jnp.sin(out) * weights) / out.size, (out, record)
 
@@ -57,7 +75,7 @@ def weighted_sum(run):
 def inputs(batch=2, length=8, seed=0):
     x_BTD = np.random.default_rng(seed).normal(size=(batch, length, D)).astype(np.float32)
     positions = np.tile(np.arange(length, dtype=np.int32), (batch, 1))
-    return x_BTD, stream_of(positions, np.ones((batch, length), np.int32))
+    return x_BTD, tokens_of(positions, np.ones((batch, length), np.int32))
 
 
 def with_router(params, weight_D):
@@ -79,12 +97,12 @@ def bits(x):
 def test_r1_gate_one_on_every_token_is_the_full_block(tiny_config):
     config = tiny_config(**{"routing.router_input": "raw"})
     run, params = make(config, capacity=1.0)
-    x, stream = inputs()
+    x, tokens = inputs()
     x[..., 0] = 1.0  # so that every score is exactly 1
-    out, record = run(with_router(params, unit(1.0)), x, stream)
+    out, record = run(with_router(params, unit(1.0)), x, tokens)
     assert (record.gate_BT == 1).all()
     assert record.selected_BT.all()
-    update = full_update(config.model)(params["block"], x, stream)
+    update = full_update(config)(params["block"], x, tokens)
     np.testing.assert_allclose(out, x + update, atol=1e-6)
     for wrong in (x + (x + update), x + update + x, 2 * x + update):  # x + r (x + f), r (x + f) + x, 2x + f at r = 1
         assert np.abs(wrong - out).max() > 0.1
@@ -92,25 +110,25 @@ def test_r1_gate_one_on_every_token_is_the_full_block(tiny_config):
 
 def test_r1_gate_zero_is_the_identity(tiny_config):
     run, params = make(tiny_config(), capacity=1.0)
-    x, stream = inputs()
-    out, record = run(with_router(params, np.zeros(D)), x, stream)
+    x, tokens = inputs()
+    out, record = run(with_router(params, np.zeros(D)), x, tokens)
     np.testing.assert_array_equal(out, x)
     assert record.selected_BT.all()
-    assert np.abs(run(params, x, stream)[0] - x).max() > 0.1
+    assert np.abs(run(params, x, tokens)[0] - x).max() > 0.1
 
 
 class ReluPlusOne(nnx.Module):
-    def update(self, x_BTD, stream):
-        return jax.nn.relu(x_BTD) + 1.0
+    def update(self, x_BTD, tokens, memory):
+        return jax.nn.relu(x_BTD) + 1.0, memory, None
 
 
 def test_r2_the_gate_multiplies_the_output_of_the_block(tiny_config):
-    block = RoutedBlock(tiny_config(**{"routing.router_input": "raw"}), 1.0, nnx.Rngs(params=jax.random.key(0)))
+    block = routed_block(tiny_config(**{"routing.router_input": "raw"}), 1.0)
     block.block = ReluPlusOne()
     block.router.weight_D[...] = jnp.asarray(unit(0.25))
-    x, stream = inputs(1, 2)
+    x, tokens = inputs(1, 2)
     x[...] = np.array([2.0, -4.0])[None, :, None]
-    out, record = nnx.jit(lambda block: block(x, stream))(block)
+    out, record = nnx.jit(lambda block: apply(block, x, tokens))(block)
     assert record.gate_BT.tolist() == [[0.5, -1.0]]
     # x + r f(x): 2 + 0.5 * 3 = 3.5 and -4 - 1 * (0 + 1) = -5
     assert out[0, :, 0].tolist() == [3.5, -5.0]
@@ -121,31 +139,31 @@ def test_r2_the_gate_multiplies_the_output_of_the_block(tiny_config):
 def test_r6_routed_block_is_the_equation_whatever_the_order_of_slots(tiny_config):
     config = tiny_config()
     run, params = make(config, capacity=0.5)
-    x, stream = inputs()
-    out, record = run(params, x, stream)
+    x, tokens = inputs()
+    out, record = run(params, x, tokens)
     scores = np.asarray(record.router_logits_BT)
     normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(scores, normed @ np.asarray(params["router"]["weight_D"]), rtol=1e-4, atol=1e-5)
     chosen = np.argsort(-scores, axis=1)[:, :4]  # by falling score: not in the order of positions
     assert (np.diff(chosen) < 0).any()
     rows = np.arange(2)[:, None]
-    gathered = stream_of(stream.positions_BT[rows, chosen], stream.segments_BT[rows, chosen])
-    update = full_update(config.model)(params["block"], x[rows, chosen], gathered)
+    gathered = tokens_of(tokens.positions_BT[rows, chosen], tokens.segments_BT[rows, chosen])
+    update = full_update(config)(params["block"], x[rows, chosen], gathered)
     by_hand = x.copy()
     by_hand[rows, chosen] += scores[rows, chosen][..., None] * update
     np.testing.assert_allclose(out, by_hand, atol=1e-5)
 
-    renumbered = stream_of(stream.positions_BT[:, :4], gathered.segments_BT)  # R7: angles and order of the slots
-    faulty = full_update(config.model)(params["block"], x[rows, chosen], renumbered)
+    renumbered = tokens_of(tokens.positions_BT[:, :4], gathered.segments_BT)  # R7: angles and order of the slots
+    faulty = full_update(config)(params["block"], x[rows, chosen], renumbered)
     assert np.abs(faulty - update).max() > 0.05
 
 
-@pytest.mark.parametrize("selection", blocks.SELECTIONS)
+@pytest.mark.parametrize("selection", SELECTIONS)
 def test_bypassed_tokens_pass_bit_for_bit(tiny_config, selection):
     run, params = make(tiny_config())
-    x, stream = inputs(4, seed=1)
+    x, tokens = inputs(4, seed=1)
     x[:, :, 3] = -0.0  # adding +0.0 would flip this sign
-    out, record = run(params, x, stream, selection=selection, cutoff=0.5)
+    out, record = run(params, x, tokens, Choice(selection, 0.5))
     selected = np.asarray(record.selected_BT)
     assert 0 < selected.sum() < selected.size
     assert (bits(out)[~selected] == bits(x)[~selected]).all()
@@ -168,23 +186,23 @@ def test_bypassed_tokens_pass_bit_for_bit(tiny_config, selection):
 def test_gates_by_hand(tiny_config, gate, at_zero, at_two):
     config = tiny_config(**{"routing.gate": gate, "routing.router_input": "raw"})
     run, params = make(config, capacity=1.0)
-    x, stream = inputs()
+    x, tokens = inputs()
     x[..., 0] = 0.0
     x[:, 5, 0] = 2.0
-    out, record = run(with_router(params, unit(1.0)), x, stream)
+    out, record = run(with_router(params, unit(1.0)), x, tokens)
     expected = np.full(8, at_zero)
     expected[5] = at_two
     np.testing.assert_allclose(record.gate_BT, [expected, expected], rtol=1e-5, atol=1e-7)
-    update = full_update(config.model)(params["block"], x, stream)
+    update = full_update(config)(params["block"], x, tokens)
     np.testing.assert_allclose(out, x + expected[None, :, None] * update, atol=2e-5)
 
 
 @pytest.mark.parametrize("gate", ["raw", "sigmoid", "tanh", "softmax"])
 def test_r12_a_row_of_nothing_but_padding_is_untouched_and_its_gradient_finite(tiny_config, gate):
     run, params = make(tiny_config(**{"routing.gate": gate}), capacity=0.125)
-    x, stream = inputs()
-    stream = stream._replace(segments_BT=np.array([[0] * 8, [1] * 8], np.int32))
-    (_, (out, record)), grads = weighted_sum(run)(params, x, stream)
+    x, tokens = inputs()
+    tokens = tokens._replace(segments_BT=np.array([[0] * 8, [1] * 8], np.int32))
+    (_, (out, record)), grads = weighted_sum(run)(params, x, tokens)
     assert (bits(out)[0] == bits(x)[0]).all()
     assert record.selected_BT.sum(axis=1).tolist() == [0, 1]
     assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
@@ -197,15 +215,15 @@ def test_r12_a_row_of_nothing_but_padding_is_untouched_and_its_gradient_finite(t
 
 def test_r3_the_router_learns_from_the_output_as_finite_differences_say(tiny_config):
     run, params = make(tiny_config(), capacity=0.5)
-    x, stream = inputs()
+    x, tokens = inputs()
     loss = weighted_sum(run)
-    (_, (_, record)), (grads, _) = loss(params, x, stream)
+    (_, (_, record)), (grads, _) = loss(params, x, tokens)
     gradient, weight = np.asarray(grads["router"]["weight_D"]), np.asarray(params["router"]["weight_D"])
     assert np.linalg.norm(gradient) > 1e-3
     for direction in (gradient / np.linalg.norm(gradient), np.eye(D, dtype=np.float32)[2]):
         step, values = 1e-2, []
         for sign in (1, -1):
-            (value, (_, moved)), _ = loss(with_router(params, weight + sign * step * direction), x, stream)
+            (value, (_, moved)), _ = loss(with_router(params, weight + sign * step * direction), x, tokens)
             np.testing.assert_array_equal(moved.selected_BT, record.selected_BT)  # away from ties
             values.append(float(value))
         slope = (values[0] - values[1]) / (2 * step)
@@ -234,7 +252,7 @@ def test_r4_one_slot_still_teaches_the_router(tiny_config, gate):
 def test_r17_initial_scores_differ_and_reach_the_block(tiny_config):
     config = tiny_config()
     run, _ = make(config, capacity=0.5)
-    block = nnx.jit(lambda: RoutedBlock(config, 0.5, nnx.Rngs(params=jax.random.key(0))))()
+    block = nnx.jit(lambda: routed_block(config, 0.5))()
     params = nnx.to_pure_dict(nnx.state(block, nnx.Param))
     (_, (_, record)), (grads, _) = weighted_sum(run)(params, *inputs())
     # Normed input and weights of std 0.1 * D^-0.5: scores of std 0.1.
@@ -251,10 +269,10 @@ def test_r17_initial_scores_differ_and_reach_the_block(tiny_config):
 
 def test_r10_the_router_is_float32_whatever_computes(tiny_config):
     config = tiny_config(**{"routing.predictor": False})
-    block = RoutedBlock(config, 0.25, nnx.Rngs(params=jax.random.key(0)))
-    x, stream = inputs(1, 512)
+    block = routed_block(config, 0.25)
+    x, tokens = inputs(1, 512)
     x = jnp.asarray(x, jnp.bfloat16)
-    scores, _ = block.score(x, stream)
+    scores, _ = block.score(x, tokens)
     assert scores.dtype == jnp.float32
     exact, weight = np.asarray(x, np.float64), np.asarray(block.router.weight_D[...], np.float64)
     exact = exact @ weight / np.sqrt((exact**2).mean(-1) + 1e-6)
@@ -265,16 +283,16 @@ def test_r10_the_router_is_float32_whatever_computes(tiny_config):
     assert ranking(scores) == ranking(exact)
     assert ranking(jnp.asarray(exact, jnp.bfloat16)) != ranking(exact)  # the fault: a score rounded to bfloat16
     run, params = make(config)
-    out, record = run(params, x[:, :8], jax.tree.map(lambda field: field[:, :8], stream))
+    out, record = run(params, x[:, :8], jax.tree.map(lambda field: field[:, :8], tokens))
     assert out.dtype == jnp.bfloat16
     assert {f.dtype for f in (record.router_logits_BT, record.gate_BT, record.cutoff_B)} == {jnp.dtype("float32")}
 
 
 def test_r11_a_nan_score_is_never_selected_and_stays_visible(tiny_config):
     run, params = make(tiny_config(), capacity=0.5)
-    x, stream = inputs()
+    x, tokens = inputs()
     x[0, 2] = np.nan
-    out, record = run(params, x, stream)
+    out, record = run(params, x, tokens)
     assert not record.selected_BT[0, 2]
     assert record.selected_BT.sum(axis=1).tolist() == [4, 4]
     assert np.isnan(record.router_logits_BT[0, 2])  # what the step's non-finite flag looks at
@@ -284,33 +302,33 @@ def test_r11_a_nan_score_is_never_selected_and_stays_visible(tiny_config):
 @pytest.mark.parametrize("router_input", ["normed", "raw"])
 def test_r18_a_normed_router_does_not_feed_itself(tiny_config, router_input):
     run, params = make(tiny_config(**{"routing.router_input": router_input}))
-    x, stream = inputs()
-    scores, louder = (run(params, scale * x, stream)[1].router_logits_BT for scale in (1.0, 10.0))
+    x, tokens = inputs()
+    scores, louder = (run(params, scale * x, tokens)[1].router_logits_BT for scale in (1.0, 10.0))
     np.testing.assert_allclose(louder, scores * (10 if router_input == "raw" else 1), rtol=1e-3, atol=1e-4)
 
 
 def test_a_position_router_sees_only_the_position(tiny_config):
     run, params = make(tiny_config(**{"routing.score": "position"}))
-    x, stream = inputs()
-    scores = run(params, x, stream)[1].router_logits_BT
-    np.testing.assert_array_equal(run(params, -2 * x, stream)[1].router_logits_BT, scores)
+    x, tokens = inputs()
+    scores = run(params, x, tokens)[1].router_logits_BT
+    np.testing.assert_array_equal(run(params, -2 * x, tokens)[1].router_logits_BT, scores)
     np.testing.assert_array_equal(scores[0], scores[1])
     assert np.std(scores[0]) > 0.1
-    moved = run(params, x, stream._replace(positions_BT=stream.positions_BT + 1))[1].router_logits_BT
+    moved = run(params, x, tokens._replace(positions_BT=tokens.positions_BT + 1))[1].router_logits_BT
     np.testing.assert_allclose(moved[:, :-1], scores[:, 1:], rtol=1e-5)
 
 
 def test_stochastic_scores_belong_to_the_key_of_the_row(tiny_config):
     run, params = make(tiny_config(**{"routing.score": "stochastic", "routing.predictor": False}))
     assert "router" not in params
-    x, stream = inputs()
+    x, tokens = inputs()
     keys = jax.random.split(jax.random.key(5), 2)
-    scores = run(params, x, stream, keys_B=keys)[1].router_logits_BT
-    swapped = run(params, x, stream, keys_B=keys[::-1])[1].router_logits_BT
+    scores = run(params, x, tokens, Choice("topk", keys_B=keys))[1].router_logits_BT
+    swapped = run(params, x, tokens, Choice("topk", keys_B=keys[::-1]))[1].router_logits_BT
     np.testing.assert_array_equal(swapped, scores[::-1])
     assert np.abs(scores[0] - scores[1]).max() > 0.1
     with pytest.raises(ValueError, match="needs row_keys_B"):
-        run(params, x, stream)
+        run(params, x, tokens)
 
 
 # Selection
@@ -319,8 +337,8 @@ def test_stochastic_scores_belong_to_the_key_of_the_row(tiny_config):
 def test_r12_padding_is_never_updated_and_never_a_target(tiny_config):
     # 5 of 8 tokens are real and C = 4; the same 5 alone, with C = 4 of 5.
     config = tiny_config()
-    x, stream = inputs()
-    padded = stream._replace(segments_BT=np.where(np.arange(8) < 5, 1, 0)[None].repeat(2, 0).astype(np.int32))
+    x, tokens = inputs()
+    padded = tokens._replace(segments_BT=np.where(np.arange(8) < 5, 1, 0)[None].repeat(2, 0).astype(np.int32))
     (run, params), (run_alone, _) = make(config, 0.5), make(config, 0.8)
     loud_padding = x.copy()
     loud_padding[:, 5:] *= 50 * np.sign(x[:, 5:] @ np.asarray(params["router"]["weight_D"]))[..., None]
@@ -328,17 +346,17 @@ def test_r12_padding_is_never_updated_and_never_a_target(tiny_config):
     assert record.selected_BT.sum(axis=1).tolist() == [4, 4]
     assert not record.selected_BT[:, 5:].any()
     assert (bits(out)[:, 5:] == bits(loud_padding)[:, 5:]).all()
-    alone, record_alone = run_alone(params, x[:, :5], jax.tree.map(lambda field: field[:, :5], stream))
+    alone, record_alone = run_alone(params, x[:, :5], jax.tree.map(lambda field: field[:, :5], tokens))
     np.testing.assert_array_equal(record.selected_BT[:, :5], record_alone.selected_BT)
     np.testing.assert_allclose(out[:, :5], alone, atol=1e-6)
-    assert run(params, loud_padding, stream)[1].selected_BT[:, 5:].any()  # unmarked, padding is chosen
+    assert run(params, loud_padding, tokens)[1].selected_BT[:, 5:].any()  # unmarked, padding is chosen
 
 
 def test_r12_fewer_real_tokens_than_slots(tiny_config):
     run, params = make(tiny_config(), 0.5)
-    x, stream = inputs()
-    stream = stream._replace(segments_BT=np.array([[1, 1, 0, 0, 0, 0, 0, 0], [1] * 8], np.int32))
-    out, record = run(params, x, stream)
+    x, tokens = inputs()
+    tokens = tokens._replace(segments_BT=np.array([[1, 1, 0, 0, 0, 0, 0, 0], [1] * 8], np.int32))
+    out, record = run(params, x, tokens)
     assert record.selected_BT.sum(axis=1).tolist() == [2, 4]
     assert record.selected_BT[0].tolist() == [True, True] + [False] * 6
     assert (bits(out)[0, 2:] == bits(x)[0, 2:]).all()
@@ -347,12 +365,12 @@ def test_r12_fewer_real_tokens_than_slots(tiny_config):
 
 def test_causal_selections_decide_each_token_alone(tiny_config):
     run, params = make(tiny_config())
-    x, stream = inputs(4)
-    stream.segments_BT[0, 5:] = 0
-    real = stream.segments_BT > 0
+    x, tokens = inputs(4)
+    tokens.segments_BT[0, 5:] = 0
+    real = tokens.segments_BT > 0
 
     def selected(selection, cutoff=0.0):
-        record = run(params, x, stream, selection=selection, cutoff=cutoff)[1]
+        record = run(params, x, tokens, Choice(selection, cutoff))[1]
         return record, np.asarray(record.selected_BT)
 
     record, chosen = selected("router")
@@ -367,38 +385,38 @@ def test_causal_selections_decide_each_token_alone(tiny_config):
 def test_s1_nobody_selected_is_the_identity_and_everybody_the_gated_block(tiny_config):
     config = tiny_config()
     run, params = make(config)
-    x, stream = inputs(4)
-    out, record = run(params, x, stream, selection="threshold", cutoff=1e9)
+    x, tokens = inputs(4)
+    out, record = run(params, x, tokens, Choice("threshold", 1e9))
     assert (bits(out) == bits(x)).all()
     assert np.isposinf(record.cutoff_B).all()
     assert float(record.update_square_sum) == float(record.residual_square_sum) == 0
-    out, record = run(params, x, stream, selection="threshold", cutoff=-1e9)
-    update = full_update(config.model)(params["block"], x, stream)
+    out, record = run(params, x, tokens, Choice("threshold", -1e9))
+    update = full_update(config)(params["block"], x, tokens)
     np.testing.assert_allclose(out, x + record.router_logits_BT[..., None] * update, atol=1e-5)
 
 
 def test_what_cannot_be_selected_is_refused_by_name(tiny_config):
-    x, stream = inputs()
+    x, tokens = inputs()
     run, params = make(tiny_config())
     with pytest.raises(ValueError, match="selection = 'argmax': must be one of topk, router, predictor, threshold"):
-        run(params, x, stream, selection="argmax")
+        run(params, x, tokens, Choice("argmax"))
     run, params = make(tiny_config(**{"routing.predictor": False}))
     with pytest.raises(ValueError, match="this model has no predictor"):
-        run(params, x, stream, selection="predictor")
+        run(params, x, tokens, Choice("predictor"))
     run, params = make(tiny_config(**{"routing.gate": "softmax"}))
     with pytest.raises(ValueError, match="no causal selection exists"):
-        run(params, x, stream, selection="router")
+        run(params, x, tokens, Choice("router"))
 
 
 def test_topk_per_document_gives_each_document_its_share(tiny_config):
     run, params = make(tiny_config(**{"routing.topk_per": "document"}), capacity=0.5)
-    x, stream = inputs()
+    x, tokens = inputs()
     x[:, :4] += 10 * np.asarray(params["router"]["weight_D"])  # document 1 scores high everywhere
-    stream = stream_of(stream.positions_BT % 4, np.repeat([[1, 2]], 4, axis=1).repeat(2, 0))
-    selected = np.asarray(run(params, x, stream)[1].selected_BT)
+    tokens = tokens_of(tokens.positions_BT % 4, np.repeat([[1, 2]], 4, axis=1).repeat(2, 0))
+    selected = np.asarray(run(params, x, tokens)[1].selected_BT)
     assert selected.reshape(2, 2, 4).sum(-1).tolist() == [[2, 2], [2, 2]]
     per_row, _ = make(tiny_config(), capacity=0.5)
-    selected = np.asarray(per_row(params, x, stream)[1].selected_BT)
+    selected = np.asarray(per_row(params, x, tokens)[1].selected_BT)
     assert selected.reshape(2, 2, 4).sum(-1).tolist() == [[4, 0], [4, 0]]
 
 
@@ -407,8 +425,8 @@ def test_topk_per_document_gives_each_document_its_share(tiny_config):
 
 def test_the_record_says_what_was_done(tiny_config):
     run, params = make(tiny_config(), capacity=0.5)
-    x, stream = inputs()
-    out, record = run(params, x, stream)
+    x, tokens = inputs()
+    out, record = run(params, x, tokens)
     selected = np.asarray(record.selected_BT)
     scores = np.asarray(record.router_logits_BT)
     np.testing.assert_array_equal(record.gate_BT, scores)
@@ -430,19 +448,19 @@ def test_the_predictor_starts_at_the_base_rate():
 
 def test_s12_the_predictor_reads_the_blocks_input_and_gives_nothing_back(tiny_config):
     run, params = make(tiny_config(), capacity=0.5)
-    x, stream = inputs()
+    x, tokens = inputs()
 
     def predictor_loss(params, x):
-        return jnp.sum(jnp.sin(run(params, x, stream)[1].predictor_logits_BT))
+        return jnp.sum(jnp.sin(run(params, x, tokens)[1].predictor_logits_BT))
 
     to_params, to_x = jax.grad(predictor_loss, argnums=(0, 1))(params, x)
     assert (to_x == 0).all()
     assert all((g == 0).all() for name in ("block", "router") for g in jax.tree.leaves(to_params[name]))
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(to_params["predictor"]))
     other_block = {**params, "block": jax.tree.map(lambda p: 2 * p, params["block"])}
-    logits, same = (run(p, x, stream)[1].predictor_logits_BT for p in (params, other_block))
+    logits, same = (run(p, x, tokens)[1].predictor_logits_BT for p in (params, other_block))
     np.testing.assert_array_equal(logits, same)  # so it cannot be the block's output that it reads
-    assert np.abs(run(params, 2 * x[:, ::-1], stream)[1].predictor_logits_BT - logits).max() > 0.1
+    assert np.abs(run(params, 2 * x[:, ::-1], tokens)[1].predictor_logits_BT - logits).max() > 0.1
 
 
 # On a mesh
@@ -456,14 +474,14 @@ def test_r14_rows_on_their_devices_are_never_gathered(tiny_config):
     run, params = make(tiny_config())
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rows, everywhere = (NamedSharding(mesh, spec) for spec in (PartitionSpec("data"), PartitionSpec()))
-    x, stream = inputs(8)
+    x, tokens = inputs(8)
 
-    def loss(params, x, stream):
-        out, record = run(params, x, stream)
+    def loss(params, x, tokens):
+        out, record = run(params, x, tokens)
         return jnp.sum(jnp.sin(out)) + jnp.sum(record.predictor_logits_BT)
 
     step = jax.jit(jax.grad(loss), in_shardings=(everywhere, rows, rows), out_shardings=everywhere)
-    compiled = step.lower(params, x, stream).compile()
+    compiled = step.lower(params, x, tokens).compile()
     assert "all-reduce" in compiled.as_text()  # it is partitioned: gradients are summed
     assert all_gathers(compiled) == []
 

@@ -18,7 +18,7 @@ from output_losses import sums_of
 from mod_jax import sharding
 from mod_jax.config import make_config, to_flat_dict
 from mod_jax.models import blocks
-from mod_jax.models.blocks import CAUSAL_SELECTIONS, SELECTIONS
+from mod_jax.models.blocks import CAUSAL_SELECTIONS, SELECTIONS, Choice
 from mod_jax.models.decoder import repeating_unit
 from mod_jax.models.model import make_model
 from mod_jax.training.losses import objective
@@ -41,12 +41,12 @@ def cutoffs(config):
 def make(config):
     """(forward pass, parameters)."""
     model = make_model(config, VOCAB)
-    jitted = jax.jit(model.run, static_argnames="selection")
+    jitted = jax.jit(model.run)
 
     def run(params, tokens_BT, positions_BT=None, segments_BT=None, selection="topk"):
         if positions_BT is None:  # passed all the same, so that few programs are compiled
             _, positions_BT, segments_BT = packed(tokens_BT, tokens_BT[:, :0])
-        return jitted(params, tokens_BT, positions_BT, segments_BT, selection=selection, cutoffs_L=cutoffs(config))
+        return jitted(params, tokens_BT, positions_BT, segments_BT, Choice(selection, cutoffs(config)))
 
     return run, random_params(model)
 
@@ -174,7 +174,7 @@ def test_vanilla_recovery(tiny_config):
 def test_threshold_needs_its_cutoffs(tiny_config):
     model = make_model(tiny_config(), VOCAB)
     with pytest.raises(ValueError, match="needs cutoffs_L, one cut-off per routed block"):
-        model.run(model.abstract_params, tokens(), selection="threshold")
+        jax.eval_shape(model.run, model.abstract_params, tokens(), choice=Choice("threshold"))
 
 
 def test_r20_a_routed_first_block_sees_the_token_id_alone(tiny_config):

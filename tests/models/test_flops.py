@@ -95,7 +95,7 @@ def test_the_papers_ratios():
 def test_a_dense_block_is_the_textbook_count():
     # 24 n D^2 + 4 n^2 D with F = 4 D
     config = make_config(**{"train.steps": 1, "model.width": 64})
-    assert flops.block_flops(config, 100) == (24 * 100 * 64**2, 4 * 100**2 * 64)
+    assert flops.block_flops(config, config.blocks[0], 100) == (24 * 100 * 64**2, 4 * 100**2 * 64)
 
 
 def test_linear_flops_are_two_per_weight_and_token():
@@ -148,7 +148,7 @@ def xla_flops(config, vocab_size):
 
     def loss(params, tokens_BT):
         decoder = model.merge(params)
-        x_BTD, routing = decoder.features(tokens_BT)
+        x_BTD, (routing, _) = decoder.features(tokens_BT)
         weight_DV = decoder.embedder.output_weight()
         sums = loss_sums(x_BTD, weight_DV, routing, tokens_BT, jnp.ones_like(tokens_BT))
         return objective(sums, jnp.float32(tokens_BT.size), config)

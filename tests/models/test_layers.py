@@ -10,13 +10,20 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from mod_jax import sharding
+from mod_jax.config import Config, ModelConfig
 from mod_jax.models import layers
+from mod_jax.models.memory import make_tokens
+from mod_jax.models.mlp import MLP
 
 KEY = jax.random.key(0)
 
 
 def rngs():
     return nnx.Rngs(params=KEY)
+
+
+def mlp_config(width, hidden, activation="gelu"):
+    return Config(model=ModelConfig(width=width, mlp_dim=hidden, activation=activation, depth=1))
 
 
 def random(*shape, seed=1):
@@ -30,7 +37,7 @@ def test_param_is_float32_and_carries_its_axes():
     weight = sharding.param(rngs(), (3, 4), ("embed", "mlp"), layers.normal(0.5))
     assert weight[...].shape == (3, 4)
     assert weight[...].dtype == jnp.float32
-    specs = nnx.get_partition_spec(nnx.state(layers.MLP(4, 8, "gelu", 1, rngs())))
+    specs = nnx.get_partition_spec(nnx.state(MLP(mlp_config(4, 8), rngs())))
     assert nnx.to_pure_dict(specs) == {"up_DF": PartitionSpec("embed", "mlp"), "down_FD": PartitionSpec("mlp", "embed")}
 
 
@@ -83,7 +90,7 @@ def test_rotate_by_hand():
     x = jnp.array([1.0, 0.0, 0.0, 2.0]).reshape(1, 1, 1, 4)
     first, second = 3.0, 3.0 / 10.0  # position 3, base 100
     expected = [math.cos(first), -2 * math.sin(second), math.sin(first), 2 * math.cos(second)]
-    at_0, at_3 = (layers.rotation(jnp.array([[position]]), 4, 100.0) for position in (0, 3))
+    at_0, at_3 = (layers.rotary_angles(jnp.array([[position]]), 4, 100.0) for position in (0, 3))
     np.testing.assert_allclose(layers.rotate(x, at_3)[0, 0, 0], expected, rtol=1e-6)
     np.testing.assert_array_equal(layers.rotate(x, at_0), x)
 
@@ -92,7 +99,7 @@ def test_rotated_products_depend_on_distance_only():
     q, k = random(1, 1, 1, 8), random(1, 1, 1, 8, seed=2)
 
     def product(q_position, k_position):
-        at_q, at_k = (layers.rotation(jnp.array([[p]]), 8, 1e4) for p in (q_position, k_position))
+        at_q, at_k = (layers.rotary_angles(jnp.array([[p]]), 8, 1e4) for p in (q_position, k_position))
         return float(jnp.sum(layers.rotate(q, at_q) * layers.rotate(k, at_k)))
 
     assert product(7, 4) == pytest.approx(product(103, 100), abs=1e-4)
@@ -152,8 +159,10 @@ def test_logits_are_float32_whatever_computes():
     ("silu", 1.761594, -0.238406),  # 2 / (1 + e^-2)
 ])  # fmt: skip
 def test_mlp_by_hand(activation, at_2, at_minus_2):
-    mlp = layers.MLP(1, 2, activation, 1, rngs())
+    mlp = MLP(mlp_config(1, 2, activation), rngs())
     mlp.up_DF[...] = jnp.array([[1.0, -1.0]])
     mlp.down_FD[...] = jnp.array([[1.0], [100.0]])
-    out = mlp(jnp.full((1, 1, 1), 2.0))  # hidden (2, -2)
+    one_11 = jnp.ones((1, 1), jnp.int32)
+    out, record = mlp(jnp.full((1, 1, 1), 2.0), make_tokens(one_11, one_11, 2, 1e4))  # hidden (2, -2)
+    assert record is None
     assert float(out[0, 0, 0]) == pytest.approx(at_2 + 100 * at_minus_2, rel=1e-4)

@@ -8,7 +8,8 @@ import pytest
 from mod_jax import sharding
 from mod_jax.config import make_config
 from mod_jax.models.attention import attend
-from mod_jax.models.splash import is_suited, splash_attend
+from mod_jax.models.splash import splash_attend
+from mod_jax.tuning import attends_by_kernel
 
 
 def make_row(batch, length, heads, kv_heads, head_dim):
@@ -54,8 +55,8 @@ def test_each_device_runs_the_kernel_on_its_own_rows_and_heads():
 
 
 def test_only_whole_lanes_of_long_rows_on_a_tpu_take_the_kernel():
-    assert is_suited(2048, "tpu")
-    assert is_suited(640, "tpu")
-    assert not is_suited(2048, "cpu")
-    assert not is_suited(256, "tpu")
-    assert not is_suited(2000, "tpu")
+    assert attends_by_kernel(2048, "tpu")
+    assert attends_by_kernel(640, "tpu")
+    assert not attends_by_kernel(2048, "cpu")
+    assert not attends_by_kernel(256, "tpu")
+    assert not attends_by_kernel(2000, "tpu")

@@ -69,16 +69,16 @@ def test_bytes_read_by_hand():
     """D 16, 2 heads of 8, F 64, V 64, FR: float32. A block has 4 matrices of 16 x 16, two of 16 x 64, norms."""
     config = make_config(**{**CHANGES, "model.depth": 2})
     model = make_model(config, 64)
-    serving_layers = functools.partial(plan.serving_layers, config, model, platform="tpu")
-    layers = jax.eval_shape(serving_layers, model.abstract_params)
+    serving_stack = functools.partial(plan.serving_stack, config, model, platform="tpu")
+    stack = jax.eval_shape(serving_stack, model.abstract_params)
     block = 4 * (4 * 16 * 16 + 2 * 16 * 64 + 2 * 16 + 2 * 8)
     heads = 4 * (16 + 16 * 32 + 32 + 32 + 1)  # router; predictor of 32 hidden units
     outside = 4 * (16 * 64 + 16)  # unembedding, final norm; of the table B rows alone
-    read = plan.bytes_read(config, layers, 4, (64, 24), [1.0, 0.5], [4, 2])
+    read = plan.bytes_read(config, stack, 4, (64, 24), [1.0, 0.5], [4, 2])
     assert read["weights"] == outside + block + heads + 0.5 * block
-    # Keys and values of 2 heads of 8 in float32, for 4 rows of 64 slots; half a pass of 2 rows of 24 slots, each with
-    # its position, and the row's length.
-    assert read["cache"] == 2 * 4 * 2 * 64 * 8 * 4 + 0.5 * 2 * (2 * 2 * 24 * 8 * 4 + 24 * 4 + 4)
+    # Keys and values of 2 heads of 8 in float32, for 4 rows of 64 slots; half a pass of 2 rows of 24 slots; each slot
+    # with its position, each row with its length.
+    assert read["cache"] == sum(rows * (slots * (2 * 2 * 8 * 4 + 4) + 4) for rows, slots in ((4, 64), (0.5 * 2, 24)))
 
 
 # The report, with this machine's devices in the place of a slice.

@@ -11,7 +11,7 @@ import pytest
 
 from mod_jax import sharding
 from mod_jax.config import make_config
-from mod_jax.models.blocks import RoutedBlock
+from mod_jax.models.blocks import Routed
 from mod_jax.models.model import make_model
 from mod_jax.planning import program, topology
 from mod_jax.planning.collectives import token_movers
@@ -89,20 +89,20 @@ def test_nothing_of_a_row_goes_to_another(compiled_step, shape, changes):
         assert any(c.axes == ("tensor",) and any(size % 11 == 0 for size in c.shape) for c, _ in moved)
 
 
-def rank_over_rows(self, selection, scores_BT, predictor_logits_BT, stream, cutoff, choose=RoutedBlock.choose):
+def rank_over_rows(self, choice, scores_BT, predictor_logits_BT, tokens, choose=Routed.choose):
     """Top-k of scores that are ranked among those of the other rows."""
     ranks_BT = jnp.argsort(jnp.argsort(scores_BT, axis=0), axis=0).astype(jnp.float32)
-    return choose(self, selection, ranks_BT, predictor_logits_BT, stream, cutoff)
+    return choose(self, choice, ranks_BT, predictor_logits_BT, tokens)
 
 
-def score_the_next_row(self, x_BTD, stream, keys_B=None, score=RoutedBlock.score):
+def score_the_next_row(self, x_BTD, tokens, keys_B=None, score=Routed.score):
     """Each row gets the scores of its neighbour."""
-    return score(self, jnp.roll(x_BTD, 1, axis=0), stream, keys_B)
+    return score(self, jnp.roll(x_BTD, 1, axis=0), tokens, keys_B)
 
 
-def subtract_the_mean_row(self, x_BTD, stream, keys_B=None, score=RoutedBlock.score):
+def subtract_the_mean_row(self, x_BTD, tokens, keys_B=None, score=Routed.score):
     """Scores relative to the mean of all rows."""
-    scores_BT, predictor_logits_BT = score(self, x_BTD, stream, keys_B)
+    scores_BT, predictor_logits_BT = score(self, x_BTD, tokens, keys_B)
     return scores_BT - jnp.mean(scores_BT, axis=0, keepdims=True), predictor_logits_BT
 
 
@@ -115,7 +115,7 @@ def subtract_the_mean_row(self, x_BTD, stream, keys_B=None, score=RoutedBlock.sc
     ],
 )
 def test_the_checks_fail_on_a_step_whose_rows_meet(compiled_step, monkeypatch, method, fault, kinds):
-    monkeypatch.setattr(RoutedBlock, method, fault)
+    monkeypatch.setattr(Routed, method, fault)
     moved, movers = compiled_step((2, 4, 1))
     assert kinds & {c.kind for c in movers}
     assert kinds & {c.kind for c in with_positions(moved)}

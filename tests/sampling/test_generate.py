@@ -91,7 +91,7 @@ def test_as_a_tpu_keeps_weights_and_caches_nothing_changes(build, monkeypatch):
 
 def test_weights_over_several_devices_keep_the_caches_default_layout(build):
     model = build(**SHALLOW, **{"model.head_dim": 128})
-    programs = Programs(model.config, None, "threshold", (0.25,), 257, 0, "tpu")
+    programs = Programs(model.config, None, (0.25,), 257, 0, "tpu")
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
     assert programs.state_shardings(NamedSharding(mesh, PartitionSpec("fsdp"))) is None
     mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from mod_jax.errors import RequestError
+from mod_jax.models.blocks import Choice
+from mod_jax.models.memory import EMPTY
 from mod_jax.sampling import Sampler
-from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling.choice import Options, make_knobs, probabilities, row_keys
 from mod_jax.sampling.speculative import accept, draft_and_verify
 
@@ -54,16 +55,16 @@ def test_what_was_refused_leaves_no_trace_in_the_cache(build, tools):
     T, num_drafts = 16, 3
     tokens_BT = tools.random_tokens(3, T)
     lengths_B = np.array([7, 1, 10], np.int32)
-    layers = tools.layers_of(model.config, model.params)
+    stack = tools.stack_of(model.config, model.params)
     _, _, cache = tools.prefill(model, "threshold", tokens_BT, np.arange(T)[None] < lengths_B[:, None])
     last_B = jnp.asarray(tokens_BT[np.arange(3), lengths_B])
 
     @jax.jit
     def round_of(last_B, positions_B, cache):
-        given = (last_B, positions_B, jnp.ones(3, bool), cache, "threshold", model.cutoffs_L)
+        given = (last_B, positions_B, jnp.ones(3, bool), cache, Choice("threshold", model.cutoffs_L))
         sizes = dict(num_ids=257, num_positions=T, num_drafts=num_drafts, kept_L=(1, 2))
         return draft_and_verify(
-            layers, *given, make_knobs([Options(temperature=0)] * 3), row_keys(range(3), [np.zeros(0)] * 3), **sizes
+            stack, *given, make_knobs([Options(temperature=0)] * 3), row_keys(range(3), [np.zeros(0)] * 3), **sizes
         )
 
     verified = round_of(last_B, lengths_B, cache)
@@ -80,7 +81,7 @@ def test_what_was_refused_leaves_no_trace_in_the_cache(build, tools):
             stored = np.asarray(verified.cache[depth].positions_BS[b])
             selected = np.flatnonzero(selected_LBT[index, b, : known_B[b] - 1])  # the last token was not run
             assert stored[: selected.size].tolist() == selected.tolist()
-            assert (stored[selected.size :] == cache_lib.EMPTY).all()
+            assert (stored[selected.size :] == EMPTY).all()
             assert verified.cache[depth].lengths_B[b] == selected.size
 
 

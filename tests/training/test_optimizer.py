@@ -8,22 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny import TINY
 
-from mod_jax.config import OptimizerConfig
+from mod_jax.config import OptimizerConfig, make_config
 from mod_jax.models.model import make_model
 from mod_jax.training import optimizer
 
 MATRICES = ("q_DNH", "k_DKH", "v_DKH", "o_NHD", "up_DF", "down_FD")
+PREDICTOR = ("predictor", "predictor_bias")
 
 
-def abstract_params(config):
-    return make_model(config, vocab_size=32).abstract_params
+def model_of(config):
+    return make_model(config, vocab_size=32)
 
 
-def paths(tree, condition):
-    """Paths, as "units/blocks/0/mlp/up_DF", of the parameters that a condition picks."""
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return {"/".join(optimizer.names(path)) for path, _ in found if condition(path)}
+def path_name(path):
+    return "/".join(str(part.key) for part in path)
+
+
+def paths(groups, *names):
+    """Paths, as "units/blocks/0/mlp/up_DF", of the parameters in groups of these names."""
+    return {path_name(path) for path, group in jax.tree_util.tree_leaves_with_path(groups) if group in names}
 
 
 def random_like(tree, seed=0, scale=1.0):
@@ -31,28 +36,38 @@ def random_like(tree, seed=0, scale=1.0):
     return jax.tree.map(lambda x: scale * rng.standard_normal(x.shape, np.float32), tree)
 
 
-def update(config, params, grads):
+def update(config, model, params, grads):
     """The optimizer's first direction for these gradients, by path."""
-    return _update(params, grads, config=config)
+    return _update(params, grads, config=config, model=model)
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _update(params, grads, config):
-    transform = optimizer.make_optimizer(config)
+@functools.partial(jax.jit, static_argnames=("config", "model"))
+def _update(params, grads, config, model):
+    transform = optimizer.make_optimizer(config, model.value.groups)
     updates, _ = transform.update(grads, transform.init(params), params)
-    return {"/".join(optimizer.names(path)): u for path, u in jax.tree_util.tree_leaves_with_path(updates)}
+    return {path_name(path): u for path, u in jax.tree_util.tree_leaves_with_path(updates)}
 
 
-def scale_group(grads, group, factor):
-    return jax.tree_util.tree_map_with_path(
-        lambda path, g: g * factor if optimizer.group_of(path) == group else g, grads
-    )
+def scale_groups(grads, model, names, factor):
+    return jax.tree.map(lambda g, group: g * factor if group in names else g, grads, model.value.groups)
 
 
-@pytest.fixture
-def params(tiny_config):
+class Hashable:
+    """A model as a static argument: the same one is compiled once."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.fixture(scope="module")
+def model():
     """Of the stack F R F R F: two stacked units and a tail."""
-    return random_like(abstract_params(tiny_config(**{"model.depth": 5})))
+    return Hashable(model_of(make_config(**{**TINY, "model.depth": 5})))
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    return random_like(model.value.abstract_params)
 
 
 def test_r19_decayed_parameters_are_listed_by_name(tiny_config):
@@ -61,10 +76,10 @@ def test_r19_decayed_parameters_are_listed_by_name(tiny_config):
     expected |= {f"tail/blocks/0/{part}/{m}" for part, m in parts()}
     expected |= {"embedder/table_VD", "embedder/unembed_DV"}
     for scan in (True, False):
-        tree = abstract_params(tiny_config(**{"model.depth": 5, "model.scan": scan}))
-        assert paths(tree, optimizer.is_decayed) == expected
-    tied = abstract_params(tiny_config(**{"model.depth": 5, "model.tie_embedding": True}))
-    assert paths(tied, optimizer.is_decayed) == expected - {"embedder/unembed_DV"}
+        groups = model_of(tiny_config(**{"model.depth": 5, "model.scan": scan})).groups
+        assert paths(groups, "matrix") == expected
+    tied = model_of(tiny_config(**{"model.depth": 5, "model.tie_embedding": True})).groups
+    assert paths(tied, "matrix") == expected - {"embedder/unembed_DV"}
 
 
 def parts():
@@ -75,74 +90,73 @@ def test_r19_stacking_changes_no_parameter_s_group(tiny_config):
     """F R F R is stacked; with capacities that never repeat, the same blocks are one long unit of single layers."""
 
     def rules(capacity):
-        tree = abstract_params(tiny_config(**{"routing.capacity": capacity}))
-        ranks = {optimizer.names(p)[-1]: x.ndim for p, x in jax.tree_util.tree_leaves_with_path(tree["units"])}
-        leaves = [(optimizer.names(path)[-2:], path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        return ranks, {name: (optimizer.group_of(path), optimizer.is_decayed(path)) for name, path in leaves}
+        model = model_of(tiny_config(**{"routing.capacity": capacity}))
+        shapes = jax.tree_util.tree_leaves_with_path(model.abstract_params["units"])
+        groups = jax.tree_util.tree_leaves_with_path(model.groups)
+        return {path[-1].key: x.ndim for path, x in shapes}, {path_name(path[-2:]): group for path, group in groups}
 
     assert rules((0.25, 0.25))[1] == rules((0.25, 0.5))[1]
     assert rules(0.25)[0]["scale_D"] == 2  # a stacked norm has two dimensions: "ndim >= 2" would decay it
 
 
-def test_every_matrix_is_decayed_or_known_not_to_be(params):
+def test_every_matrix_is_decayed_or_known_not_to_be(model):
     """A matrix added to the model must be put in a group, not fall through."""
-    single = jax.tree.map(lambda x: x[0], params["units"])
-    tree = {**{k: v for k, v in params.items() if k != "units"}, "units": single}
-    ranks = {"/".join(optimizer.names(p)): x.ndim for p, x in jax.tree_util.tree_leaves_with_path(tree)}
-    matrices = {name for name, rank in ranks.items() if rank >= 2}
+    shapes, groups = model.value.abstract_params, model.value.groups
+    ranks = {path_name(path): x.ndim for path, x in jax.tree_util.tree_leaves_with_path(shapes)}
+    matrices = {name for name, rank in ranks.items() if rank - name.startswith("units/") >= 2}
     routing = {"units/blocks/1/predictor/up_DP"}
-    assert matrices == paths(tree, optimizer.is_decayed) | routing
+    assert matrices == paths(groups, "matrix") | routing
 
 
-def test_r19_decay_reaches_exactly_these(params):
+def test_r19_decay_reaches_exactly_these(model, params):
     zeros = jax.tree.map(np.zeros_like, params)
-    moved = {name for name, u in update(OptimizerConfig(weight_decay=0.1), params, zeros).items() if u.any()}
-    assert moved == paths(params, optimizer.is_decayed)
-    moved = update(OptimizerConfig(weight_decay=0.0, router_weight_decay=0.5), params, zeros)
+    moved = {name for name, u in update(OptimizerConfig(weight_decay=0.1), model, params, zeros).items() if u.any()}
+    assert moved == paths(model.value.groups, "matrix")
+    moved = update(OptimizerConfig(weight_decay=0.0, router_weight_decay=0.5), model, params, zeros)
     routing = {f"units/blocks/1/{name}" for name in ("router/weight_D", "predictor/up_DP", "predictor/down_P")}
     assert {name for name, u in moved.items() if u.any()} == routing
     weight_D = params["units"]["blocks"][1]["router"]["weight_D"]
     np.testing.assert_allclose(moved["units/blocks/1/router/weight_D"], 0.5 * weight_D, rtol=1e-6)
 
 
-def test_router_learning_rate_scale_scales_router_and_predictor_alone(params):
+def test_router_learning_rate_scale_scales_router_and_predictor_alone(model, params):
     grads = random_like(params, seed=1)
     plain, scaled = (
-        update(OptimizerConfig(router_learning_rate_scale=s, router_weight_decay=0.1), params, grads)
+        update(OptimizerConfig(router_learning_rate_scale=s, router_weight_decay=0.1), model, params, grads)
         for s in (1.0, 0.25)
     )
-    routing = paths(params, lambda path: optimizer.group_of(path) != "trunk")
+    routing = paths(model.value.groups, "router", *PREDICTOR)
     assert {name.split("/")[-1] for name in routing} == {"weight_D", "up_DP", "up_bias_P", "down_P", "down_bias_1"}
     for name in plain:
         np.testing.assert_array_equal(scaled[name], plain[name] * (0.25 if name in routing else 1.0))
 
 
-def test_s12_a_predictor_gradient_of_any_size_leaves_all_else_bit_identical(params):
+def test_s12_a_predictor_gradient_of_any_size_leaves_all_else_bit_identical(model, params):
     config, grads = OptimizerConfig(), random_like(params, seed=1, scale=0.1)
-    predictor = paths(params, lambda path: optimizer.group_of(path) == "predictor")
+    predictor = paths(model.value.groups, *PREDICTOR)
     assert predictor
 
-    plain = update(config, params, grads)
+    plain = update(config, model, params, grads)
     for factor in (0.0, 1e-6, 1e6):
-        changed = update(config, params, scale_group(grads, "predictor", factor))
+        changed = update(config, model, params, scale_groups(grads, model, PREDICTOR, factor))
         assert all((changed[name] == plain[name]).all() for name in plain.keys() - predictor)
     # The other way round too; and the comparison can fail: the router shares the trunk's clip.
-    changed = update(config, params, scale_group(grads, "trunk", 1e6))
+    changed = update(config, model, params, scale_groups(grads, model, ("matrix", "vector"), 1e6))
     assert all((changed[name] == plain[name]).all() for name in predictor)
-    changed = update(config, params, scale_group(grads, "router", 1e6))
+    changed = update(config, model, params, scale_groups(grads, model, ("router",), 1e6))
     assert any((changed[name] != plain[name]).any() for name in plain.keys() - predictor)
 
 
 def test_clipping_by_hand():
     # Trunk and router (3, 4) have norm 5, clipped to 1: (0.6, 0.8). The predictor's 0.5 is below 1 and stays. The first
     # moment is (1 - b1) times that.
-    grads = {"router": {"weight_D": 3.0}, "mlp": {"up_DF": 4.0}, "predictor": {"down_P": 0.5}}
+    grads = {"weight_D": 3.0, "up_DF": 4.0, "down_P": 0.5}
     grads = jax.tree.map(lambda g: jnp.array([g]), grads)
-    transform = optimizer.make_optimizer(OptimizerConfig(clip_norm=1.0, b1=0.9))
+    groups = {"weight_D": "router", "up_DF": "matrix", "down_P": "predictor"}
+    transform = optimizer.make_optimizer(OptimizerConfig(clip_norm=1.0, b1=0.9), groups)
     _, state = transform.update(grads, transform.init(grads), grads)
     mu = optax.tree.get(state, "mu")
-    found = [float(mu[k][n][0]) for k, n in (("router", "weight_D"), ("mlp", "up_DF"), ("predictor", "down_P"))]
-    np.testing.assert_allclose(found, [0.06, 0.08, 0.05], rtol=1e-6)
+    np.testing.assert_allclose([float(mu[name][0]) for name in groups], [0.06, 0.08, 0.05], rtol=1e-6)
 
 
 def test_t2_schedule_by_hand():

@@ -12,6 +12,7 @@ import pytest
 from output_losses import sums_of
 
 from mod_jax.config import make_config
+from mod_jax.models.blocks import Choice
 from mod_jax.models.model import make_model
 from mod_jax.training.optimizer import make_schedule
 from mod_jax.training.step import MODEL_INPUTS, init_state, make_train_step, routing_keys
@@ -234,7 +235,7 @@ def test_stochastic_routing_is_fresh_per_row_block_and_step_and_reproducible():
     @jax.jit
     def scores(step):
         keys_B = routing_keys(config, step, B)
-        return model.run(params, batch["tokens_BT"], row_keys_B=keys_B).routing.router_logits_BT
+        return model.run(params, batch["tokens_BT"], choice=Choice("topk", keys_B=keys_B)).routing.router_logits_BT
 
     noise = np.stack([scores(step) for step in range(4)])  # [step, L, B, T]
     flat = noise.reshape(-1, T)

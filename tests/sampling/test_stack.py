@@ -11,9 +11,10 @@ import pytest
 
 from mod_jax import routing
 from mod_jax.errors import ConfigError
-from mod_jax.models.blocks import RoutedBlock
+from mod_jax.models.blocks import Choice
+from mod_jax.models.memory import EMPTY
 from mod_jax.sampling import cache as cache_lib
-from mod_jax.sampling import causal
+from mod_jax.sampling import stack as stack_lib
 
 T = 16
 CASES = {
@@ -118,12 +119,16 @@ def test_s1_decode_does_not_route_every_token(build, tools):
     logits_BTV, selected_LBT, _ = tools.replay(skipping, "predictor", tokens_BT, [7, 1, 12])
     assert not selected_LBT.any()
 
-    layers = tools.layers_of(model.config, model.params)
-    full_only = dataclasses.replace(layers, blocks=layers.blocks[::2])
+    stack = tools.stack_of(model.config, model.params)
+    full_only = dataclasses.replace(stack, blocks=stack.blocks[::2])
     dense = build(**{"model.layout": "F", "model.depth": 2, "routing.aux_weight": 0.0}).config
     cache = cache_lib.init_cache(dense, 3, (T, T))
     valid_BT = jnp.ones((3, T), bool)
-    run = jax.jit(lambda: full_only.logits(causal.prefill(full_only, tokens_BT, valid_BT, cache, "none", (), ()).x_BTD))
+
+    @jax.jit
+    def run():
+        return full_only.logits(stack_lib.prefill(full_only, tokens_BT, valid_BT, cache, Choice("all"), ()).x_BTD)
+
     np.testing.assert_allclose(logits_BTV, run(), atol=1e-5)
 
     running = tools.changed(model, "down_bias_1", 100.0)
@@ -145,7 +150,7 @@ def test_s2_a_new_token_evicts_no_earlier_one(build, tools):
                 old, new = before[depth].positions_BS[row], after[depth].positions_BS[row]
                 assert new[:length].tolist() == old[:length].tolist()
                 assert (np.diff(old[:length]) > 0).all()
-                assert (old[length:] == cache_lib.EMPTY).all()
+                assert (old[length:] == EMPTY).all()
 
 
 def test_s5_first_come_first_served_within_a_pass_and_exact_over_all(build, tools):
@@ -167,21 +172,22 @@ def test_s5_first_come_first_served_within_a_pass_and_exact_over_all(build, tool
 
 def test_s6_a_routed_cache_with_three_entries_at_position_20_uses_angle_20(build, tools):
     model = build(**{"model.layout": "R", "model.depth": 1})
-    layers = tools.layers_of(model.config, model.params)
-    attention, norm = layers.blocks[0].block.attention, layers.blocks[0].block.attention_norm
+    stack = tools.stack_of(model.config, model.params)
+    block = stack.blocks[0].block
     tokens_BT = tools.random_tokens(1, 21)
     cache = cache_lib.init_cache(model.config, 1, (8,))
-    step = jax.jit(causal.decode_step, static_argnames=("selection", "rows_L"))
+    step = jax.jit(stack_lib.decode)
     for position in (4, 11, 17, 20):
-        request = dict(selection="threshold", cutoffs_L=jnp.array([-1e9]), rows_L=(1,))
         positions_B, live_B = jnp.array([position], jnp.int32), jnp.ones(1, bool)
-        cache = step(layers, tokens_BT[:, position], positions_B, live_B, cache, **request).cache
+        choice = Choice("threshold", jnp.array([-1e9]))
+        cache = step(stack, tokens_BT[:, position], positions_B, live_B, cache, choice).cache
     assert cache[0].positions_BS[0].tolist() == [4, 11, 17, 20, -1, -1, -1, -1]
-    x_B1D = layers.embedder.embed(tokens_BT[:, 20:], layers.dtype)
-    _, k_at_20, _ = attention.project(norm(x_B1D), layers.stream(jnp.array([[20]]), live_B[:, None]).rotation)
-    _, k_at_3, _ = attention.project(norm(x_B1D), layers.stream(jnp.array([[3]]), live_B[:, None]).rotation)
-    np.testing.assert_allclose(cache[0].k_BKSH[:, :, 3], k_at_20[:, :, 0], atol=1e-6)
-    assert np.abs(cache[0].k_BKSH[:, :, 3] - k_at_3[:, :, 0]).max() > 1e-2
+    x_B1D = stack.embedder.embed(tokens_BT[:, 20:], stack.dtype)
+    _, (k_at_20, _) = block.ask(x_B1D, stack.tokens(jnp.array([[20]]), live_B[:, None]))
+    _, (k_at_3, _) = block.ask(x_B1D, stack.tokens(jnp.array([[3]]), live_B[:, None]))
+    k_BKSH, _ = cache[0].items
+    np.testing.assert_allclose(k_BKSH[:, :, 3], k_at_20[:, :, 0], atol=1e-6)
+    assert np.abs(k_BKSH[:, :, 3] - k_at_3[:, :, 0]).max() > 1e-2
 
 
 def suffix_movement(logits_of, tokens_BT) -> float:
@@ -211,7 +217,7 @@ def test_s12_the_predictors_loss_moves_the_predictor_alone(build, tools):
     tokens_BT = jnp.asarray(tools.random_tokens(2, T))
 
     def loss(params):
-        run = model.model.run(params, tokens_BT, selection="predictor", cutoffs_L=model.cutoffs_L)
+        run = model.model.run(params, tokens_BT, choice=Choice("predictor"))
         return jnp.sum(jnp.square(run.routing.predictor_logits_BT))
 
     grads = jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(model.params))
@@ -222,29 +228,29 @@ def test_s12_the_predictors_loss_moves_the_predictor_alone(build, tools):
 
 def test_rows_that_bypass_a_block_are_left_bit_for_bit(build, tools):
     model = build(**{"model.layout": "R", "model.depth": 1})
-    layers = tools.layers_of(model.config, model.params)
+    stack = tools.stack_of(model.config, model.params)
     tokens_B = tools.random_tokens(6, 1)[:, 0]
     cache = cache_lib.init_cache(model.config, 6, (8,))
     positions_B, live_B = jnp.zeros(6, jnp.int32), jnp.ones(6, bool)
-    step = jax.jit(causal.decode_step, static_argnames=("selection", "rows_L"))
-    request = dict(selection="threshold", cutoffs_L=jnp.zeros(1), rows_L=(2,))
-    output = step(layers, tokens_B, positions_B, live_B, cache, **request)
+    step = jax.jit(functools.partial(stack_lib.decode, rows_L=(2,)))
+    output = step(stack, tokens_B, positions_B, live_B, cache, Choice("threshold", jnp.zeros(1)))
     selected_B = np.asarray(output.selected_LBT[0, :, 0])
     assert 0 < selected_B.sum() < 6
-    x_B1D = layers.embedder.embed(tokens_B[:, None], layers.dtype)
+    x_B1D = stack.embedder.embed(tokens_B[:, None], stack.dtype)
     assert np.array_equal(output.x_BTD[~selected_B], x_B1D[~selected_B])
     assert np.all(output.x_BTD[selected_B] != x_B1D[selected_B])
     assert output.cache[0].lengths_B.tolist() == selected_B.astype(int).tolist()
-    assert not np.any(output.cache[0].k_BKSH[~selected_B])
+    assert not np.any(output.cache[0].items[0][~selected_B])
 
 
 def test_batch_1_skips_by_a_conditional_that_returns_no_cache(build, tools):
     """A conditional's results are copied, on the way past the block too: the cache must not be among them."""
     model = build(**{"model.layout": "R", "model.depth": 1})
-    layers = tools.layers_of(model.config, model.params)
+    stack = tools.stack_of(model.config, model.params)
     cache = cache_lib.init_cache(model.config, 1, (24,))
     one = (jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32), jnp.ones(1, bool))
-    step = jax.make_jaxpr(lambda c: causal.decode_step(layers, *one, c, "threshold", jnp.zeros(1), (1,)))(cache)
+    choice = Choice("threshold", jnp.zeros(1))
+    step = jax.make_jaxpr(lambda cache: stack_lib.decode(stack, *one, cache, choice))(cache)
     shapes = [[v.aval.shape for v in e.outvars] for e in step.jaxpr.eqns if e.primitive.name == "cond"]
     assert len(shapes) == 2
     assert all(24 not in shape for branch in shapes for shape in branch)
@@ -259,37 +265,27 @@ def test_weights_in_one_stack_change_nothing(build, tools, num_rows):
 
     @functools.partial(jax.jit, static_argnames="platform")
     def run(params, platform):
-        layers = tools.layers_of(model.config, params, platform)
+        stack = tools.stack_of(model.config, params, platform)
         cache = cache_lib.init_cache(model.config, num_rows, (T,) * 5)
-        request = dict(selection="threshold", cutoffs_L=model.cutoffs_L)
+        choice = Choice("threshold", model.cutoffs_L)
         valid_BT = jnp.broadcast_to(jnp.arange(T) < T - 1, tokens_BT.shape)
-        prompt = causal.prefill(layers, tokens_BT, valid_BT, cache, kept_L=(3,) * 3, **request)
+        prompt = stack_lib.prefill(stack, tokens_BT, valid_BT, cache, choice, (3,) * 3)
         positions_B, live_B = jnp.full(num_rows, T - 1, jnp.int32), jnp.ones(num_rows, bool)
-        last = causal.decode_step(
-            layers, tokens_BT[:, -1], positions_B, live_B, prompt.cache, rows_L=(1,) * 3, **request
-        )
+        last = stack_lib.decode(stack, tokens_BT[:, -1], positions_B, live_B, prompt.cache, choice, (1,) * 3)
         return prompt, last
 
     jax.tree.map(np.testing.assert_array_equal, run(model.params, "tpu"), run(model.params, "cpu"))
-    layers = tools.layers_of(model.config, model.params, "tpu")
-    assert layers.inner.attention.q_DNH.shape[0] == 3
-    assert all(block.block is None for block in layers.blocks if isinstance(block, RoutedBlock))
+    stack = tools.stack_of(model.config, model.params, "tpu")
+    assert stack.inside["R"].attention.q_DNH.shape[0] == 3
+    assert all(block.block is None for block in stack.blocks if block.routed)
     decoder = model.model.merge(model.params)
-    causal.split_layers(decoder, "tpu")
-    assert all(block.block is not None for block in decoder.tail.blocks if isinstance(block, RoutedBlock))
-
-
-def test_rows_per_pass():
-    assert causal.rows_per_pass(1, 0.125, "tpu") == 1
-    assert causal.rows_per_pass(8, 0.125, "gpu") == 3  # 1 expected, sqrt(1 * 7 / 8) = 0.94
-    assert causal.rows_per_pass(64, 0.125, "tpu") == 13  # 8 expected, sqrt(8 * 7 / 8) = 2.65
-    assert causal.rows_per_pass(64, 0.125, "cpu") == 8
-    assert causal.rows_per_pass(4, 1.0, "tpu") == 4
+    stack_lib.split(decoder, "tpu")
+    assert all(block.block is not None for block in decoder.tail.blocks if block.routed)
 
 
 def test_what_cannot_be_sampled_is_refused(build, tools):
     noise = build(**{"routing.score": "stochastic", "routing.predictor": False, "routing.aux_weight": 0.0})
     with pytest.raises(ConfigError, match="stochastic"):
-        tools.layers_of(noise.config, noise.params)
+        tools.stack_of(noise.config, noise.params)
     with pytest.raises(ConfigError, match="softmax"):
         tools.prefill(build(**{"routing.gate": "softmax"}), "threshold", tools.random_tokens(1, 4))
