@@ -68,7 +68,9 @@ class ModelConfig:
         "relu_squared", "MLP non-linearity", choices=("relu_squared", "gelu", "silu"), change="never"
     )
     layout: str = _key(
-        "FR", "pattern of block kinds, cycled over depth: F full, A attention alone, M MLP alone; R or f, a, m: routed"
+        "FR",
+        "pattern of block kinds, cycled over depth: F full, E full with experts, A attention alone, M MLP alone; "
+        "R (or f), e, a, m: these routed",
     )
     context: int = _free(
         0,
@@ -124,6 +126,38 @@ class RoutingConfig:
     cutoff_decay: float = _key(
         0.98, "decay per step of the average cut-off (causal selection `threshold`)", low=0.0, high=0.9999
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    count: int = _key(8, "E, experts of a block E or e", low=1, high=2**16, change="never")
+    chosen: int = _key(1, "A, experts per token (token choice)", low=1, high=2**10)
+    hidden: int = _key(0, "F, hidden size of one expert; 0: model.mlp_dim", low=0, high=2**24, change="never")
+    capacity: float = _key(
+        1.25,
+        "slots of all experts together, as a multiple of the claims (tokens times chosen) of a row",
+        above=0.0,
+        high=1e3,
+    )
+    noop: int = _key(
+        0,
+        "no-op experts beside them: a token that takes one keeps its residual (integrated MoDE)",
+        low=0,
+        high=2**16,
+        change="never",
+    )
+    choice: str = _key(
+        "token",
+        "token: each token takes its likeliest experts. expert: each expert takes its likeliest tokens of the row",
+        choices=("token", "expert"),
+    )
+    overflow: str = _key(
+        "position",
+        "who loses when an expert is full: position, the later tokens; paced, by a quota that grows along the row",
+        choices=("position", "paced"),
+    )
+    balance_weight: float = _key(0.1, "coefficient of the load-balancing loss", low=0.0)
+    z_weight: float = _key(1e-3, "coefficient of the squared log-normaliser of the expert router", low=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +228,7 @@ class MeshConfig:
         -1, "devices along the batch with replicated parameters; -1: all that are left", _ROUNDING, low=-1
     )
     fsdp: int = _free(1, "devices along the batch with sharded parameters; -1: all that are left", _ROUNDING, low=-1)
+    expert: int = _free(1, "devices along the batch and along experts; -1: all that are left", _ROUNDING, low=-1)
     tensor: int = _free(1, "devices along heads, MLP and vocabulary; -1: all that are left", _ROUNDING, low=-1)
 
 
@@ -202,6 +237,7 @@ LETTERS: dict[str, tuple[str | None, str | None]] = {
     "F": ("attention", "mlp"),
     "A": ("attention", None),
     "M": (None, "mlp"),
+    "E": ("attention", "experts"),
 }
 ROUTED = {"R": "F"}  # what other letters stand for, routed; a lower-case letter is its upper case, routed
 
@@ -241,6 +277,7 @@ class Config:
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     routing: RoutingConfig = dataclasses.field(default_factory=RoutingConfig)
+    experts: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
@@ -270,10 +307,26 @@ class Config:
         return tuple(block.capacity for block in self.blocks if block.routed)
 
     @property
+    def expert_depths(self) -> tuple[int, ...]:
+        """Depth of each block with experts, in order."""
+        return tuple(i for i, block in enumerate(self.blocks) if block.channel == "experts")
+
+    @property
+    def experts_choose(self) -> bool:
+        """Whether some block's experts choose their tokens: a rule that looks at the whole row."""
+        return bool(self.expert_depths) and self.experts.choice == "expert"
+
+    @property
     def causal_selections(self) -> tuple[str, ...]:
-        """The causal selections that training under this config prepares (the paper's "Sampling")."""
-        if not self.num_routed or self.routing.gate == "softmax":
+        """The causal selections that training under this config prepares (the paper's "Sampling").
+
+        Without routed blocks there is nothing to select in depth. Then "all" is the forward pass in which no expert
+        drops a token, and "threshold" the one in which experts take what exceeds their averaged cut-offs.
+        """
+        if self.num_routed and self.routing.gate == "softmax":
             return ()
+        if not self.num_routed:
+            return ("threshold",) if self.experts_choose else ("all",) if self.expert_depths else ()
         prepared = dict(router=self.routing.aux_weight > 0, predictor=self.routing.predictor, threshold=True)
         return tuple(name for name, ready in prepared.items() if ready)
 
@@ -510,6 +563,7 @@ def _derived(values: dict[str, Any]) -> dict[str, int]:
         "model.head_dim": width // heads,
         "model.mlp_dim": 4 * width,
         "model.context": values["data.seq_len"],
+        "experts.hidden": values["model.mlp_dim"] or 4 * width,
     }
 
 
@@ -525,7 +579,7 @@ def _check_relations(values: dict[str, Any]) -> None:
         refuse("model.head_dim", "must be even (rotary angles turn pairs)")
     known = {*LETTERS, *ROUTED, *(letter.lower() for letter in LETTERS)}
     if not values["model.layout"] or not known.issuperset(values["model.layout"]):
-        alone = "A is attention alone, M an MLP alone; f, a, m are F, A, M routed"
+        alone = "E has experts, A is attention alone, M an MLP alone; a lower-case letter is routed, f is R"
         refuse("model.layout", f"must be letters F (full) and R (routed), such as FR, FFR, R or F; {alone}")
     if values["data.seq_len"] > values["model.context"]:
         refuse("data.seq_len", f"must not exceed model.context = {values['model.context']}")
@@ -550,16 +604,25 @@ def _check_relations(values: dict[str, Any]) -> None:
     if score == "frozen" and values["optimizer.router_weight_decay"]:
         refuse("optimizer.router_weight_decay", "must be 0 with routing.score = 'frozen': its router is not trained")
 
+    if values["experts.chosen"] > values["experts.count"] + values["experts.noop"]:
+        refuse("experts.chosen", "must not exceed experts.count + experts.noop")
+    if values["experts.choice"] == "expert":
+        for name, without in (("experts.chosen", 1), ("experts.noop", 0), ("experts.overflow", "position")):
+            if values[name] != without:
+                refuse(name, f"must be {without!r} with experts.choice = 'expert': experts fill their slots themselves")
+        if values["experts.capacity"] > values["experts.count"]:
+            refuse("experts.capacity", "must not exceed experts.count with experts.choice = 'expert'")
+
     if values["train.batch_size"] % values["train.accumulation"]:
         refuse("train.accumulation", f"must divide train.batch_size = {values['train.batch_size']}")
     given = {name: values[name] for name in LENGTH_KEYS if values[name]}
     if len(given) != 1:
         found = ", ".join(f"{name} = {value:g}" for name, value in given.items()) or "none"
         raise ConfigError(f"config.train: exactly one of steps, tokens, flops must be > 0; found {found}")
-    free_axes = [name for name in ("mesh.data", "mesh.fsdp", "mesh.tensor") if values[name] == -1]
+    free_axes = [name for name in ("mesh.data", "mesh.fsdp", "mesh.expert", "mesh.tensor") if values[name] == -1]
     if len(free_axes) > 1:
         refuse(free_axes[1], "at most one mesh axis can be -1 (all that are left)")
-    for name in ("mesh.data", "mesh.fsdp", "mesh.tensor"):
+    for name in ("mesh.data", "mesh.fsdp", "mesh.expert", "mesh.tensor"):
         if values[name] == 0:
             refuse(name, "must be -1 (all that are left) or a number of devices >= 1")
     if values["mesh.tensor"] > 0 and values["model.num_kv_heads"] % values["mesh.tensor"]:

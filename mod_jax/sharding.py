@@ -1,8 +1,8 @@
-"""One device mesh (data, fsdp, tensor), how a parameter is declared, and where each array lives on the mesh.
+"""One device mesh (data, fsdp, expert, tensor), how a parameter is declared, and where each array lives on the mesh.
 
-Rows of a batch are split over data and fsdp together; parameters and optimizer moments over fsdp and tensor, by the
-logical axes that each parameter declares; everything else is replicated. A *logical axis* names the meaning of one
-dimension of an array ("embed", "heads"); `ShardingRules` says which mesh axis, if any, it is split over.
+Rows of a batch are split over data, fsdp and expert together; parameters and optimizer moments over fsdp, expert and
+tensor, by the logical axes that each parameter declares; everything else is replicated. A *logical axis* names the
+meaning of one dimension of an array ("embed", "heads"); `ShardingRules` says which mesh axis, if any, it is split over.
 """
 
 import dataclasses
@@ -20,19 +20,21 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mod_jax.config import Config
 from mod_jax.errors import ConfigError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRules:
     """Logical axis -> mesh axes. None: not split. The positions of a row are never split: the router ranks them."""
 
-    batch: tuple[str, ...] | None = ("data", "fsdp")
+    batch: tuple[str, ...] | None = ("data", "fsdp", "expert")
     vocab: str | None = "tensor"
     embed: str | None = "fsdp"
     heads: str | None = "tensor"
     kv_heads: str | None = "tensor"
     mlp: str | None = "tensor"
+    experts: str | None = "expert"
+    expert_rows: tuple[str, ...] | None = ("data", "fsdp")  # the batch, once tokens have moved to their experts
     layers: str | None = None
 
     def spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...], mesh_shape: dict[str, int]) -> PartitionSpec:
@@ -79,8 +81,8 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, RULES.spec(axes, x.shape, dict(mesh.shape)))
 
 
-def mesh_shape(config: Config, num_devices: int) -> tuple[int, int, int]:
-    """Sizes of (data, fsdp, tensor) on `num_devices` devices, with -1 resolved.
+def mesh_shape(config: Config, num_devices: int) -> tuple[int, ...]:
+    """Sizes of (data, fsdp, expert, tensor) on `num_devices` devices, with -1 resolved.
 
     Raises:
       ConfigError: if the devices, the batch or the model do not divide evenly.
@@ -100,17 +102,19 @@ def mesh_shape(config: Config, num_devices: int) -> tuple[int, int, int]:
         raise ConfigError(f"config.{product}: needs {total} devices, there are {num_devices}")
 
     model, rows = config.model, config.train.batch_size // config.train.accumulation
-    batch_ways = sizes["data"] * sizes["fsdp"]
+    batch_ways = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     if rows % batch_ways:
         raise ConfigError(
             f"config.train.batch_size = {config.train.batch_size}: each of {config.train.accumulation} micro-batches "
-            f"has {rows} rows, which mesh.data * mesh.fsdp = {batch_ways} must divide"
+            f"has {rows} rows, which mesh.data * mesh.fsdp * mesh.expert = {batch_ways} must divide"
         )
     for key, size, axis in (
         ("model.width", model.width, "fsdp"),
         ("model.num_heads", model.num_heads, "tensor"),
         ("model.num_kv_heads", model.num_kv_heads, "tensor"),
         ("model.mlp_dim", model.mlp_dim, "tensor"),
+        ("experts.count", config.experts.count, "expert"),
+        ("experts.hidden", config.experts.hidden, "tensor"),
     ):
         if size % sizes[axis]:
             raise ConfigError(f"config.{key} = {size}: must be divisible by mesh.{axis} = {sizes[axis]}")
@@ -123,14 +127,14 @@ def make_mesh(config: Config, devices: list | None = None) -> Mesh:
     shape = mesh_shape(config, len(devices))
     devices = devices[: math.prod(shape)]
     try:
-        return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+        return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
     except NotImplementedError:  # a mesh axis is no product of whole axes of the machine: some neighbours are far apart
         arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * 3)
+        return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over data and fsdp; the positions of a row are never split, since the router ranks them."""
+    """Rows over data, fsdp and expert; the positions of a row are never split, since the router ranks them."""
     return NamedSharding(mesh, PartitionSpec(RULES.batch))
 
 

@@ -36,6 +36,7 @@ class TrainedModel:
 
     Attributes:
       cutoffs_L: the cut-off of selection "threshold" per routed block.
+      expert_cutoffs_LE: that of each expert, per block with experts; None unless experts choose their tokens.
       step: of the checkpoint.
       metadata: what the checkpoint says of its run.
       evaluation: the metrics of the evaluation that was recorded with the checkpoint; None if there was none.
@@ -49,10 +50,11 @@ class TrainedModel:
     step: int
     metadata: dict[str, Any]
     evaluation: dict[str, float] | None = None
+    expert_cutoffs_LE: jax.Array | None = None
 
     @property
     def weights(self) -> Weights:
-        return Weights(self.params, self.cutoffs_L)
+        return Weights(self.params, self.cutoffs_L, self.expert_cutoffs_LE)
 
 
 def chosen_workdir(root: pathlib.Path) -> pathlib.Path | None:
@@ -103,6 +105,9 @@ def restore(workdir: str | os.PathLike, step: int | None = None, *, context: int
         parts.update(config=config, tokenizer=tokenizer, model=model)
         cutoffs_L = jax.ShapeDtypeStruct((config.num_routed,), jnp.float32)
         abstract = {"params": model.abstract_params, "cutoffs_L": cutoffs_L}
+        if config.experts_choose:
+            shape = len(config.expert_depths), config.experts.count
+            abstract["expert_cutoffs_LE"] = jax.ShapeDtypeStruct(shape, jnp.float32)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract)
 
     with Checkpointer(directory, read_only=True) as checkpointer:
@@ -208,7 +213,7 @@ def causal_selection(config: Config, selection: str | None = None) -> str:
       ConfigError: if this model has no causal selection, or if the one asked for was not trained.
     """
     trained = config.causal_selections
-    if not config.num_routed:
+    if not config.num_routed and not trained:
         if selection is not None:
             raise ConfigError(f"selection = {selection!r}: this model has no routed blocks, so nothing is selected")
         return "none"

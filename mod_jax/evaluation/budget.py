@@ -48,7 +48,10 @@ def calibrate(
 
     @jax.jit
     def route(params, cutoffs_L, tokens_BT, positions_BT, segments_BT) -> RoutingRecord:
-        return model.model.run(params, tokens_BT, positions_BT, segments_BT, Choice("threshold", cutoffs_L)).routing
+        return model.model.run(params, tokens_BT, positions_BT, segments_BT, choice(cutoffs_L)).routing
+
+    def choice(cutoffs_L) -> Choice:
+        return Choice("threshold", cutoffs_L, expert_cutoffs_LE=model.expert_cutoffs_LE)
 
     cutoffs_L = np.array(model.cutoffs_L)
     realised = []

@@ -21,11 +21,11 @@ from mod_jax.data.batches import Batch, bits_per_byte, eval_batches
 from mod_jax.data.corpus import Corpus
 from mod_jax.errors import CausalityError, NumericsError
 from mod_jax.models import flops
-from mod_jax.models.blocks import Choice, RoutingRecord, decide
+from mod_jax.models.blocks import RoutingRecord, decide
 from mod_jax.models.model import Model, Weights
 from mod_jax.sharding import local_rows, put_batch, replicated
 from mod_jax.training.losses import next_token_sums
-from mod_jax.training.step import MODEL_INPUTS, routing_keys
+from mod_jax.training.step import MODEL_INPUTS, ExpertSums, expert_metrics, expert_sums, routing_keys
 
 # Rounding moves float32 logits by about 1e-6 between two runs on other tokens; a leak moves them by 1e-2.
 CAUSALITY_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
@@ -36,12 +36,13 @@ NOISE_STEP = 2**31 - 1
 
 class _Pass(NamedTuple):
     """Of one selection over all windows: nats per token; the fraction of tokens selected, and the norm of the update of
-    selected tokens over that of their residual, per routed block."""
+    selected tokens over that of their residual, per routed block; and what blocks with experts did."""
 
     loss: float
     bits_per_byte: float
     capacity_L: np.ndarray
     update_ratio_L: np.ndarray
+    experts: ExpertSums | None
 
 
 class Evaluator:
@@ -77,7 +78,7 @@ class Evaluator:
         stats = {s: RoutingStats(depths) for s in ("topk", *selections)}
         topk = self._loss(weights, "topk", stats)
         metrics = {"eval/topk_loss": topk.loss, "eval/topk_bits_per_byte": topk.bits_per_byte}
-        metrics |= self._spent("topk", flops.selection_flops(self._config, self._model.vocab_size, "topk"))
+        metrics |= self._spent("topk", self._selection_flops("topk", None, topk)) | self._of_experts("topk", topk)
         metrics |= self._spent("dense", flops.dense_flops(self._config, self._model.vocab_size))
         metrics |= stats["topk"].metrics("topk") | _by_block(depths, "update_ratio/topk", topk.update_ratio_L)
         for selection in selections:
@@ -87,10 +88,11 @@ class Evaluator:
                 f"eval/causal_loss/{selection}": causal.loss,
                 f"eval/causal_bits_per_byte/{selection}": causal.bits_per_byte,
                 f"eval/gap/{selection}": causal.loss - topk.loss,
-                f"eval/realised_capacity/{selection}": float(np.mean(causal.capacity_L)),
             }
-            spent = flops.selection_flops(self._config, self._model.vocab_size, selection, causal.capacity_L)
-            metrics |= self._spent(selection, spent)
+            if depths:
+                metrics[f"eval/realised_capacity/{selection}"] = float(np.mean(causal.capacity_L))
+            metrics |= self._spent(selection, self._selection_flops(selection, causal.capacity_L, causal))
+            metrics |= self._of_experts(selection, causal)
             # Agreement with top-k is judged along top-k's own run; what was really computed on, along the causal one.
             metrics |= stats[selection].metrics(selection)
             metrics |= _by_block(depths, f"realised_capacity/{selection}", causal.capacity_L)
@@ -143,8 +145,12 @@ class Evaluator:
         """One pass over all windows. Under top-k, fills the statistics of each selection."""
         nats = tokens = num_bytes = 0
         selected_L, update_L, residual_L = np.zeros((3, self._config.num_routed))
+        experts = None
         for index, batch in enumerate(self.batches):
-            batch_nats, record, decided = self._score(weights, self._put(batch), index, selection=selection)
+            batch_nats, record, decided, done = self._score(weights, self._put(batch), index, selection=selection)
+            if done is not None:
+                done = jax.tree.map(np.float64, jax.device_get(done))
+                experts = done if experts is None else jax.tree.map(np.add, experts, done)
             valid_BT = batch["segment_ids_BT"] > 0
             nats += float(batch_nats)
             tokens += int(valid_BT.sum())
@@ -166,7 +172,25 @@ class Evaluator:
             bits_per_byte(nats, num_bytes),
             selected_L / tokens,
             np.sqrt(update_L / np.maximum(residual_L, 1e-30)),
+            experts,
         )
+
+    def _selection_flops(self, selection: str, capacity_L: np.ndarray | None, made: _Pass) -> flops.Flops:
+        mlps_L = None
+        if made.experts is not None:
+            claims_L = np.sum(made.experts.load_LN[:, : self._config.experts.count], axis=1) - made.experts.dropped_L
+            mlps_L = claims_L / np.maximum(made.experts.tokens_L, 1)
+        return flops.selection_flops(self._config, self._model.vocab_size, selection, capacity_L, mlps_L)
+
+    def _of_experts(self, selection: str, made: _Pass) -> dict[str, float]:
+        if made.experts is None:
+            return {}
+        measured = expert_metrics(made.experts, self._config.experts.count)
+        return {
+            f"experts/{block_name(depth)}/{name.removeprefix('experts/')}/{selection}": float(value)
+            for name, values_L in measured.items()
+            for depth, value in zip(self._config.expert_depths, values_L, strict=True)
+        }
 
     def _spent(self, name: str, forward: flops.Flops) -> dict[str, float]:
         return {f"eval/forward_flops_per_token/{name}": forward.total / self._config.data.seq_len}
@@ -179,20 +203,20 @@ class Evaluator:
         decoder = self._model.merge(weights.params)
         keys_B = routing_keys(self._config, NOISE_STEP - index, self._batch_size)
         inputs = batch["tokens_BT"], batch["positions_BT"], batch["segment_ids_BT"]
-        x_BTD, record = decoder.features(*inputs, Choice(selection, weights.cutoffs_L, keys_B))
-        return decoder, x_BTD, record.routing
+        x_BTD, record = decoder.features(*inputs, weights.choice(selection, keys_B))
+        return decoder, x_BTD, record
 
     def _score_batch(self, weights: Weights, batch: dict[str, jax.Array], index: jax.Array, *, selection: str):
-        """(summed nats, routing record, what each causal selection would decide along the way)."""
-        decoder, x_BTD, record = self._features(weights, batch, index, selection)
+        """(summed nats; routing record; what each causal selection would decide along the way; sums of experts)."""
+        decoder, x_BTD, (record, experts) = self._features(weights, batch, index, selection)
         weights_BT = (batch["segment_ids_BT"] > 0).astype(jnp.float32)
         weight_DV, chunk = decoder.embedder.output_weight(), self._config.train.loss_chunk
         _, nats = next_token_sums(0.0, chunk, x_BTD, weight_DV, batch["targets_BT"], weights_BT)
         decided = {
             name: decide(name, record.router_logits_BT, record.predictor_logits_BT, weights.cutoffs_L[:, None, None])
-            for name in self._config.causal_selections
+            for name in (self._config.causal_selections if record is not None else ())
         }
-        return nats, record, decided
+        return nats, record, decided, expert_sums(experts)
 
     def _prefix_logits(self, weights: Weights, batch: dict[str, jax.Array], *, selection: str) -> jax.Array:
         half = batch["tokens_BT"].shape[1] // 2

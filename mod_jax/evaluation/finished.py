@@ -107,7 +107,7 @@ def evaluate_run(
 def make_evaluator(model: TrainedModel, corpus: Corpus, seq_len: int | None = None) -> Evaluator:
     """The trainer's own evaluator, on one device whatever the run was trained on. `seq_len`: tokens per window."""
     data = dataclasses.replace(model.config.data, seq_len=seq_len or model.config.data.seq_len)
-    config = dataclasses.replace(model.config, mesh=MeshConfig(1, 1, 1), data=data)
+    config = dataclasses.replace(model.config, mesh=MeshConfig(data=1), data=data)
     return Evaluator(config, model.model, sharding.make_mesh(config, jax.local_devices()[:1]), corpus)
 
 
@@ -155,7 +155,9 @@ def check_paths(
 
     @jax.jit
     def uncached(params, cutoffs_L):
-        output = model.model.run(params, tokens_1T, choice=Choice(selection or "topk", cutoffs_L))
+        output = model.model.run(
+            params, tokens_1T, choice=Choice(selection or "topk", cutoffs_L, expert_cutoffs_LE=model.expert_cutoffs_LE)
+        )
         return -token_cross_entropy(output.logits_BTV[:, :-1], tokens_1T[:, 1:])[0][0]
 
     paths = {

@@ -43,7 +43,7 @@ def held_out_losses(metrics: Metrics) -> list[HeldOutLoss]:
     found = [_held_out_loss(metrics, "topk", *(metrics[f"eval/{name}"] for name in names), None, routed)]
     for selection in causal_selections(metrics):
         names = ("causal_loss", "causal_bits_per_byte", "gap", "realised_capacity")
-        found.append(_held_out_loss(metrics, selection, *(metrics[f"eval/{name}/{selection}"] for name in names)))
+        found.append(_held_out_loss(metrics, selection, *(metrics.get(f"eval/{name}/{selection}") for name in names)))
     return found
 
 
@@ -62,7 +62,8 @@ def log_line(metrics: Metrics) -> str:
     """Held-out losses on one line, each with the selection that produced it."""
     parts = [f"held out: top-k loss {metrics['eval/topk_loss']:.4f}"]
     for x in held_out_losses(metrics)[1:]:
-        parts.append(f"{x.selection} {x.loss:.4f} (gap {x.gap:+.4f}, routed {x.routed:.1%})")
+        routed = "" if x.routed is None else f", routed {x.routed:.1%}"
+        parts.append(f"{x.selection} {x.loss:.4f} (gap {x.gap:+.4f}{routed})")
     return ", ".join(parts)
 
 

@@ -23,7 +23,7 @@ tokens go through the block, *bypassed* ones leave it bit for bit as they came.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -38,6 +38,7 @@ from mod_jax.models.attention import Attention
 from mod_jax.models.layers import RMSNorm, inverse_rms, normal
 from mod_jax.models.memory import Memory, Seen, Tokens
 from mod_jax.models.mlp import MLP
+from mod_jax.models.moe import Experts
 from mod_jax.sharding import param
 
 CAUSAL_SELECTIONS = ("router", "predictor", "threshold")
@@ -65,16 +66,17 @@ class Mixer(Protocol):
 class Channel(Protocol):
     """What works on each token alone. It is made as `Channel(config, rngs)`; `flops` is as for a mixer.
 
-    A record is a NamedTuple of float32 sums over the tokens that are there, or None. It comes out of the decoder with a
-    leading axis of the blocks that have one, in order of depth.
+    A record is a NamedTuple of sums over the tokens that are there, or None. What it says of single tokens stands in a
+    field `of_tokens`: arrays [B, T, ...]. It comes out of the decoder with a leading axis of the blocks that have one,
+    in order of depth.
     """
 
-    def __call__(self, x_BTD: jax.Array, tokens: Tokens) -> tuple[jax.Array, Any]:
-        """(what is added to each token, [B, T, D]; the record)."""
+    def __call__(self, x_BTD: jax.Array, tokens: Tokens, choice: "Choice") -> tuple[jax.Array, Any]:
+        """(what is added to each token, [B, T, D]; the record). `choice` tells the training rule from causal ones."""
 
 
 MIXERS: dict[str, type[Mixer]] = {"attention": Attention}
-CHANNELS: dict[str, type[Channel]] = {"mlp": MLP}
+CHANNELS: dict[str, type[Channel]] = {"mlp": MLP, "experts": Experts}
 
 
 def make_block(config: Config, spec: BlockSpec, rngs: nnx.Rngs) -> "Block | Routed":
@@ -93,16 +95,28 @@ class Choice:
         logit > 0), "threshold" (score > a cut-off averaged over training), "all", "nobody".
       cutoffs_L: float32, one per routed block, read by "threshold" only; [L], or [L, B] for cut-offs of each row.
       keys_B: random keys, one per row, read by `routing.score = "stochastic"` only.
+      expert_cutoffs_LE: float32, one per expert of each block with experts; read by experts that choose their tokens,
+        under every rule but "topk".
     """
 
     rule: str = dataclasses.field(metadata=dict(static=True))
     cutoffs_L: jax.Array | None = None
     keys_B: jax.Array | None = None
+    expert_cutoffs_LE: jax.Array | None = None
 
-    def of_block(self, index: int, depth: int) -> "Choice":
-        """That of one block, the `index`-th routed one: its own cut-off, and keys of its own."""
-        cutoff = None if self.cutoffs_L is None else self.cutoffs_L[index]
-        return Choice(self.rule, cutoff, fold_in(self.keys_B, depth))
+    def of_block(self, depth: int, blocks: "Sequence[Block | Routed]") -> "Choice":
+        """That of one block of these: its own cut-offs, and keys of its own."""
+
+        def own(cutoffs_L, counts: Callable):
+            is_one = counts(blocks[depth])
+            return cutoffs_L[sum(map(counts, blocks[:depth]))] if is_one and cutoffs_L is not None else None
+
+        return Choice(
+            self.rule,
+            own(self.cutoffs_L, lambda block: block.routed),
+            fold_in(self.keys_B, depth),
+            own(self.expert_cutoffs_LE, lambda block: block.has_experts),
+        )
 
 
 TOPK = Choice("topk")
@@ -119,6 +133,7 @@ class Chosen(NamedTuple):
     selected_BT: jax.Array
     gate_BT: jax.Array
     idx_BC: jax.Array | None
+    choice: Choice
 
 
 class Work(NamedTuple):
@@ -168,6 +183,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, spec: BlockSpec, rngs: nnx.Rngs):
         self.names = spec.mixer, spec.channel
+        self.has_experts = spec.channel == "experts"
         for name, kinds in zip(self.names, (MIXERS, CHANNELS), strict=True):
             if name is not None:
                 setattr(self, f"{name}_norm", RMSNorm(config.model.width, rngs))
@@ -178,28 +194,28 @@ class Block(nnx.Module):
         name, _ = self.names
         return ((), ()) if name is None else getattr(self, name).ask(getattr(self, f"{name}_norm")(x_BTD), tokens)
 
-    def finish(self, x_BTD: jax.Array, query: Any, seen: Seen, tokens: Tokens) -> tuple[jax.Array, Any]:
+    def finish(self, x_BTD: jax.Array, query: Any, seen: Seen, tokens: Tokens, choice: Choice) -> tuple[jax.Array, Any]:
         """The second half, behind the memory: (the update, the channel's record)."""
         mixer, channel = self.names
         mixed_BTD = None if mixer is None else getattr(self, mixer).answer(query, seen, tokens)
         if channel is None:
             return mixed_BTD, None
         input_BTD = x_BTD if mixer is None else x_BTD + mixed_BTD
-        update_BTD, record = getattr(self, channel)(getattr(self, f"{channel}_norm")(input_BTD), tokens)
+        update_BTD, record = getattr(self, channel)(getattr(self, f"{channel}_norm")(input_BTD), tokens, choice)
         return update_BTD if mixer is None else mixed_BTD + update_BTD, record
 
-    def update(self, x_BTD: jax.Array, tokens: Tokens, memory: Memory) -> tuple[jax.Array, Memory, Any]:
+    def update(self, x_BTD: jax.Array, tokens: Tokens, memory: Memory, choice: Choice) -> tuple[jax.Array, Memory, Any]:
         """(the block's total residual update, without x itself, [B, T, D]; the memory; the channel's record)."""
         query, items = self.ask(x_BTD, tokens)
         seen, memory = memory.append(items, tokens)
-        update_BTD, record = self.finish(x_BTD, query, seen, tokens)
+        update_BTD, record = self.finish(x_BTD, query, seen, tokens, choice)
         return update_BTD, memory, record
 
     def __call__(
         self, x_BTD: jax.Array, tokens: Tokens, memory: Memory, choice: Choice, dispatch: Dispatch
     ) -> tuple[jax.Array, Memory, Record]:
         """Every token goes through, at once: there is nothing to choose or to dispatch."""
-        update_BTD, memory, record = self.update(x_BTD, tokens, memory)
+        update_BTD, memory, record = self.update(x_BTD, tokens, memory, choice)
         return x_BTD + update_BTD, memory, Record(None, record)
 
 
@@ -272,6 +288,7 @@ class Routed(nnx.Module):
 
     def __init__(self, config: Config, block: Block, capacity: float, rngs: nnx.Rngs):
         self.block = block
+        self.has_experts = block.has_experts
         self.router = Router(config, rngs)
         self.predictor = Predictor(config.model.width, capacity, rngs) if config.routing.predictor else None
         self.capacity = capacity
@@ -289,7 +306,7 @@ class Routed(nnx.Module):
         """
         scores_BT, predictor_logits_BT = self.score(x_BTD, tokens, choice.keys_B)
         selected_BT, idx_BC = self.choose(choice, scores_BT, predictor_logits_BT, tokens)
-        chosen = Chosen(selected_BT, self.gate(scores_BT, tokens), idx_BC)
+        chosen = Chosen(selected_BT, self.gate(scores_BT, tokens), idx_BC, choice)
         out_BTD, memory, work = dispatch(lambda: self.block, x_BTD, tokens, chosen, memory)
         measured = dict(
             gate_BT=chosen.gate_BT,

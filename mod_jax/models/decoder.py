@@ -28,6 +28,7 @@ from mod_jax.models.blocks import (
 from mod_jax.models.dispatch import uncached
 from mod_jax.models.layers import Embedder, RMSNorm
 from mod_jax.models.memory import Present, Tokens, make_tokens
+from mod_jax.models.moe import EXPERT_SLOTS
 from mod_jax.sharding import constrain
 
 
@@ -72,10 +73,10 @@ class BlockGroup(nnx.Module):
         self.blocks = nnx.List([make_block(config, spec, rngs) for spec in specs])
 
     def __call__(self, x_BTD: jax.Array, tokens: Tokens, choice: Choice) -> tuple[jax.Array, Record]:
-        """Runs the blocks in order. `choice` has one cut-off per routed block; the record has lists, one entry each."""
+        """Runs the blocks in order. `choice` has cut-offs for these blocks; the record has lists, one entry each."""
         records = Record([], [])
         for depth, block in enumerate(self.blocks):
-            own_choice = choice.of_block(len(records.routing), depth) if block.routed else choice
+            own_choice = choice.of_block(depth, self.blocks)
             x_BTD, _, record = block(x_BTD, tokens, Present(), own_choice, uncached(choice.rule))
             for kept, new in zip(records, record, strict=True):
                 kept += [] if new is None else [new]
@@ -98,7 +99,6 @@ class Decoder(nnx.Module):
         self.units = nnx.vmap(make_unit, in_axes=0, out_axes=0)(jax.random.split(rngs.params(), self.num_units))
         self.tail = BlockGroup(config, config.blocks[self.num_units * unit :], rngs)
         self.final_norm = RMSNorm(model.width, rngs)
-        self.routed_per_unit = sum(spec.routed for spec in config.blocks[:unit])
         self.kinds = tuple(spec.kind for spec in config.blocks)
         self.dtype = jnp.dtype(model.dtype)
         self.head_dim, self.rope_base = model.head_dim, model.rope_base
@@ -142,17 +142,17 @@ class Decoder(nnx.Module):
         tokens = make_tokens(positions_BT, segments_BT, self.head_dim, self.rope_base)
 
         def run(x_BTD, group_inputs):
-            group, cutoffs_L, index = group_inputs
-            return group(x_BTD, tokens, Choice(choice.rule, cutoffs_L, fold_in(choice.keys_B, index)))
+            group, cutoffs_L, expert_cutoffs_LE, index = group_inputs
+            keys_B = fold_in(choice.keys_B, index)
+            return group(x_BTD, tokens, Choice(choice.rule, cutoffs_L, keys_B, expert_cutoffs_LE))
 
         run = rematerialised(run, self.remat)
         x_BTD = self.embedder.embed(tokens_BT, self.dtype)
-        in_units = self.num_units * self.routed_per_unit
-        of_units = of_tail = choice.cutoffs_L
-        if choice.cutoffs_L is not None:
-            of_units, of_tail = choice.cutoffs_L[:in_units], choice.cutoffs_L[in_units:]
-            of_units = of_units.reshape(self.num_units, self.routed_per_unit, *of_units.shape[1:])
-        inputs = (self.units, of_units, jnp.arange(self.num_units))
+        cutoffs, expert_cutoffs = (
+            self._by_group(array_L, [getattr(block, name) for block in self.units.blocks])
+            for array_L, name in ((choice.cutoffs_L, "routed"), (choice.expert_cutoffs_LE, "has_experts"))
+        )
+        inputs = (self.units, cutoffs[0], expert_cutoffs[0], jnp.arange(self.num_units))
         if self.scan:
             x_BTD, of_units = jax.lax.scan(run, x_BTD, inputs)
         else:
@@ -161,8 +161,15 @@ class Decoder(nnx.Module):
                 x_BTD, record = run(x_BTD, group_inputs)
                 of_units.append(record)
             of_units = jax.tree.map(lambda *r: jnp.stack(r), *of_units)
-        x_BTD, of_tail = run(x_BTD, (self.tail, of_tail, jnp.array(self.num_units)))
+        x_BTD, of_tail = run(x_BTD, (self.tail, cutoffs[1], expert_cutoffs[1], jnp.array(self.num_units)))
         return self.final_norm(x_BTD), Record(*map(in_order_of_depth, of_units, of_tail))
+
+    def _by_group(self, array_L: jax.Array | None, counts: list[bool]) -> tuple[jax.Array | None, jax.Array | None]:
+        """(of units: [units, entries per unit, ...]; of the tail). Entries are of the blocks for which `counts`."""
+        if array_L is None:
+            return None, None
+        in_units = self.num_units * sum(counts)
+        return array_L[:in_units].reshape(self.num_units, sum(counts), *array_L.shape[1:]), array_L[in_units:]
 
 
 def in_order_of_depth(of_units: list, of_tail: list) -> Any:
@@ -176,7 +183,7 @@ def rematerialised(run, remat: str):
     """Wraps one group of blocks so that its backward pass recomputes; routing indices are saved under every policy."""
     if remat == "none":
         return run
-    policy = jax.checkpoint_policies.save_only_these_names(ROUTING_INDICES)
+    policy = jax.checkpoint_policies.save_only_these_names(ROUTING_INDICES, EXPERT_SLOTS)
     if remat == "dots":
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         policy = jax.checkpoint_policies.save_from_both_policies(dots, policy)

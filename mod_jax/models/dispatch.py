@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax import routing
-from mod_jax.models.blocks import Block, Chosen, Work
+from mod_jax.models.blocks import Block, Choice, Chosen, Work
 from mod_jax.models.memory import Memory, Tokens
 
 GetBlock = Callable[[], Block]
@@ -29,14 +29,17 @@ def through_slots(get_block: GetBlock, x_BTD: jax.Array, tokens: Tokens, chosen:
     """Gathers the tokens that top-k gave a slot, and scatters their updates. No [B, T] work but the scatter."""
     gather, scatter_add = jax.vmap(routing.gather_tokens), jax.vmap(routing.scatter_add)
     x_BCD, gate_BC, tokens_BC = jax.tree.map(lambda a: gather(a, chosen.idx_BC), (x_BTD, chosen.gate_BT, tokens))
-    gated_BCD, memory, work = _work(get_block(), x_BCD, tokens_BC, gate_BC, memory)
+    gated_BCD, memory, work = _work(get_block(), x_BCD, tokens_BC, gate_BC, memory, chosen.choice)
+    if work.channel is not None:
+        of_tokens = jax.tree.map(lambda a: _spread(a, chosen.idx_BC, x_BTD.shape[1]), work.channel.of_tokens)
+        work = work._replace(channel=work.channel._replace(of_tokens=of_tokens))
     return scatter_add(x_BTD, chosen.idx_BC, gated_BCD), memory, work
 
 
 def by_mask(get_block: GetBlock, x_BTD: jax.Array, tokens: Tokens, chosen: Chosen, memory: Memory):
     """Runs every token, hides those that were not selected, and throws away their updates: as dear as a full block."""
     tokens = tokens._replace(segments_BT=jnp.where(chosen.selected_BT, tokens.segments_BT, 0))
-    gated_BTD, memory, work = _work(get_block(), x_BTD, tokens, chosen.gate_BT, memory)
+    gated_BTD, memory, work = _work(get_block(), x_BTD, tokens, chosen.gate_BT, memory, chosen.choice)
     return x_BTD + gated_BTD, memory, work
 
 
@@ -50,7 +53,7 @@ def in_token_passes(
         x_BTD, memory, left_BT = carry
         idx_BC = jax.vmap(routing.pack_selected, (0, None))(left_BT, num_kept)
         x_BCD, tokens_BC, gate_BC = jax.tree.map(lambda a: jax.vmap(_take)(a, idx_BC), (x_BTD, tokens, chosen.gate_BT))
-        update_BCD, memory, _ = get_block().update(x_BCD, tokens_BC, memory)
+        update_BCD, memory, _ = get_block().update(x_BCD, tokens_BC, memory, chosen.choice)
         x_BTD = jax.vmap(_add)(x_BTD, idx_BC, _gated(gate_BC, update_BCD).astype(x_BTD.dtype))
         return x_BTD, memory, jax.vmap(_clear)(left_BT, idx_BC)
 
@@ -67,7 +70,7 @@ def in_row_passes(
         x_B1D, memory, left_B = carry
         rows_R = routing.pack_selected(left_B, num_rows)
         x_R1D, tokens_R1, gate_R1 = jax.tree.map(lambda a: _take(a, rows_R), (x_B1D, tokens, chosen.gate_BT))
-        update_R1D, memory, _ = get_block().update(x_R1D, tokens_R1, memory.rows(rows_R))
+        update_R1D, memory, _ = get_block().update(x_R1D, tokens_R1, memory.rows(rows_R), chosen.choice)
         x_B1D = _add(x_B1D, rows_R, _gated(gate_R1, update_R1D).astype(x_B1D.dtype))
         return x_B1D, memory, _clear(left_B, rows_R)
 
@@ -91,7 +94,7 @@ def by_branch(get_block: GetBlock, x_11D: jax.Array, tokens: Tokens, chosen: Cho
     seen, memory = memory.append(items, tokens)
 
     def finish(x_11D):
-        update_11D, _ = get_block().finish(x_11D, query, seen, tokens)
+        update_11D, _ = get_block().finish(x_11D, query, seen, tokens, chosen.choice)
         return x_11D + _gated(chosen.gate_BT, update_11D).astype(x_11D.dtype)
 
     return jax.lax.cond(selected, finish, lambda x_11D: x_11D, x_11D), memory, None
@@ -102,15 +105,21 @@ def bypass(get_block: GetBlock, x_BTD: jax.Array, tokens: Tokens, chosen: Chosen
     return x_BTD, memory, None
 
 
-def _work(block: Block, x_BCD: jax.Array, tokens: Tokens, gate_BC: jax.Array, memory: Memory):
+def _work(block: Block, x_BCD: jax.Array, tokens: Tokens, gate_BC: jax.Array, memory: Memory, choice: Choice):
     """(gated updates, -0.0 of what is not there; the memory; the work)."""
-    update_BCD, memory, record = block.update(x_BCD, tokens, memory)
+    update_BCD, memory, record = block.update(x_BCD, tokens, memory, choice)
     is_there_BC1 = tokens.segments_BT[..., None] > 0
     # x + -0.0 is x bit for bit; x + 0.0 would turn -0.0 into 0.0.
     gated_BCD = jnp.where(is_there_BC1, _gated(gate_BC, update_BCD), -0.0).astype(x_BCD.dtype)
     residual_BCD = jnp.where(is_there_BC1, x_BCD.astype(jnp.float32), 0.0)
     update_square_sum = jnp.sum(jnp.square(gated_BCD.astype(jnp.float32)))
     return gated_BCD, memory, Work(update_square_sum, jnp.sum(jnp.square(residual_BCD)), record)
+
+
+def _spread(a_BC: jax.Array, idx_BC: jax.Array, length: int) -> jax.Array:
+    """[B, T, ...] from what the tokens of slots report; -1, or False, at the other positions."""
+    empty = jnp.full((length, *a_BC.shape[2:]), a_BC.dtype != bool and -1, a_BC.dtype)
+    return jax.vmap(lambda a_C, idx_C: empty.at[idx_C].set(a_C, unique_indices=True))(a_BC, idx_BC)
 
 
 def _gated(gate_BT: jax.Array, update_BTD: jax.Array) -> jax.Array:

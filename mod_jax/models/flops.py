@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from mod_jax import routing
 from mod_jax.config import BlockSpec, Config, unrouted
+from mod_jax.models import moe
 from mod_jax.models.blocks import CHANNELS, MIXERS, predictor_hidden
 
 
@@ -65,6 +66,7 @@ def forward_flops(
     unembed: bool = True,
     predictor: bool = True,
     realised_capacity: tuple[float, ...] | None = None,
+    realised_mlps: tuple[float, ...] | None = None,
 ) -> Flops:
     """Forward FLOPs of one row of `seq_len` tokens (default `data.seq_len`).
 
@@ -74,12 +76,15 @@ def forward_flops(
       predictor: include the predictors.
       realised_capacity: fraction of tokens that each routed block really computed on, under a causal selection;
         default: the static count that top-k keeps.
+      realised_mlps: MLPs that a token of each block with experts really passed on average; default: what is expected of
+        training (`moe.expected_mlps`).
     """
     T = seq_len or config.data.seq_len
     D = config.model.width
     if realised_capacity is not None and len(realised_capacity) != config.num_routed:
         raise ValueError(f"realised_capacity has {len(realised_capacity)} entries for {config.num_routed} routed")
     realised = iter(realised_capacity) if realised_capacity is not None else None
+    mlps = iter(realised_mlps) if realised_mlps is not None else None
     linear = attention = router = predicted = 0.0
     for block in config.blocks:
         tokens = T
@@ -88,29 +93,36 @@ def forward_flops(
             block_router, block_predictor = head_flops(config, T)
             router, predicted = router + block_router, predicted + block_predictor * predictor
         block_linear, block_attention = block_flops(config, block, tokens, causal_half)
+        if block.channel == "experts" and mlps is not None:
+            block_linear += (next(mlps) - moe.expected_mlps(config)) * moe.mlp_flops(config, tokens)
         linear, attention = linear + block_linear, attention + block_attention
     return Flops(linear, attention, router, predicted, 2 * T * D * vocab_size if unembed else 0.0)
 
 
 def selection_flops(
-    config: Config, vocab_size: int, selection: str, capacity_L: Sequence[float] | None = None
+    config: Config,
+    vocab_size: int,
+    selection: str,
+    capacity_L: Sequence[float] | None = None,
+    mlps_L: Sequence[float] | None = None,
 ) -> Flops:
     """Forward FLOPs of one row whose tokens `selection` chose. Only "predictor" needs the predictors.
 
     Args:
       vocab_size: rows of the embedding table.
       capacity_L: fraction of tokens that each routed block really computed on; None: the count that top-k keeps.
+      mlps_L: MLPs that a token really passed, per block with experts; None: what is expected of training.
     """
-    realised = None if capacity_L is None else tuple(map(float, capacity_L))
-    return forward_flops(config, vocab_size, predictor=selection == "predictor", realised_capacity=realised)
+    realised, mlps = (None if values is None else tuple(map(float, values)) for values in (capacity_L, mlps_L))
+    with_predictor = selection == "predictor"
+    return forward_flops(config, vocab_size, predictor=with_predictor, realised_capacity=realised, realised_mlps=mlps)
 
 
 def dense_flops(config: Config, vocab_size: int) -> Flops:
     """Forward FLOPs of one row of the same model without routing."""
     layout = "".join(map(unrouted, config.model.layout))
-    return forward_flops(
-        dataclasses.replace(config, model=dataclasses.replace(config.model, layout=layout)), vocab_size
-    )
+    dense = dataclasses.replace(config, model=dataclasses.replace(config.model, layout=layout))
+    return forward_flops(dense, vocab_size)
 
 
 def train_flops(config: Config, vocab_size: int, **switches) -> float:

@@ -3,6 +3,8 @@
 Vocabulary: B rows, T positions, D model width, F MLP hidden.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,7 +30,7 @@ class MLP(nnx.Module):
         self.down_FD = param(rngs, (F, D), ("mlp", "embed"), normal((2 * depth * F) ** -0.5))
         self.activation = config.model.activation
 
-    def __call__(self, x_BTD: jax.Array, tokens: Tokens) -> tuple[jax.Array, None]:
+    def __call__(self, x_BTD: jax.Array, tokens: Tokens, choice: Any) -> tuple[jax.Array, None]:
         """(what each token's MLP gives, [B, T, D]; no record)."""
         # The backward pass needs the activation again, not stored: that would be as much memory as the hidden values.
         down = jax.checkpoint(lambda h, w: dense(ACTIVATIONS[self.activation](h), w), prevent_cse=False)

@@ -15,11 +15,17 @@ INIT_STREAM = 0  # of the seed; 1 is routing's
 class Weights(NamedTuple):
     """What a run has learned: all that evaluation, sampling and analysis read of it.
 
-    `cutoffs_L` is the cut-off of selection "threshold" per routed block, float32.
+    `cutoffs_L` is the cut-off of selection "threshold" per routed block, float32. `expert_cutoffs_LE` is that of each
+    expert per block with experts, where experts choose their tokens.
     """
 
     params: dict[str, Any]
     cutoffs_L: jax.Array
+    expert_cutoffs_LE: jax.Array | None = None
+
+    def choice(self, rule: str, keys_B: jax.Array | None = None) -> Choice:
+        """The choice by this rule, with the cut-offs of the run."""
+        return Choice(rule, self.cutoffs_L, keys_B, self.expert_cutoffs_LE)
 
 
 class Model(NamedTuple):

@@ -36,7 +36,7 @@ from mod_jax.planning.report import (
 )
 from mod_jax.training import loop, losses
 
-BATCH_AXES = ("data", "fsdp")
+BATCH_AXES = ("data", "fsdp", "expert")
 TIGHT = 0.9  # of a chip's memory: beyond it, evaluation may not fit beside the train state
 
 
@@ -140,7 +140,7 @@ def rows_by_host(mesh: jax.sharding.Mesh, batch_size: int) -> list[list[int]]:
 
 def rows_at_a_time(config: Config, mesh_shape: dict[str, int]) -> int:
     """Rows of a micro-batch on each device."""
-    return config.train.batch_size // config.train.accumulation // (mesh_shape["data"] * mesh_shape["fsdp"])
+    return config.train.batch_size // config.train.accumulation // math.prod(mesh_shape[axis] for axis in BATCH_AXES)
 
 
 def with_workable_mesh(config: Config, num_devices: int) -> tuple[Config, str]:
@@ -161,7 +161,8 @@ def with_workable_mesh(config: Config, num_devices: int) -> tuple[Config, str]:
         return config, ""
     for tensor in (n for n in range(1, num_devices + 1) if num_devices % n == 0):
         ways = num_devices // tensor
-        mesh = MeshConfig(ways, 1, tensor) if config.mesh.fsdp == 1 else MeshConfig(1, ways, tensor)
+        sizes = dict(data=ways) if config.mesh.fsdp == 1 else dict(data=1, fsdp=ways)
+        mesh = MeshConfig(**sizes, tensor=tensor)
         if not problem(mesh):
             keys = " ".join(f"--config.mesh.{axis}={ways}" for axis, ways in dataclasses.asdict(mesh).items())
             return dataclasses.replace(

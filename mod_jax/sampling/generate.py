@@ -74,7 +74,7 @@ class Sampler:
             self._why = ""
         self.selection = causal_selection(model.config, selection)
         cutoffs_L = model.cutoffs_L if cutoffs_L is None else jnp.asarray(cutoffs_L, jnp.float32)
-        self._choice = Choice(self.selection, cutoffs_L)
+        self._choice = Choice(self.selection, cutoffs_L, expert_cutoffs_LE=model.expert_cutoffs_LE)
         self._capacity_L = tuple(capacity_L or ()) or self.config.capacity_L
         self._overflow, self._growth = overflow, 0
 

@@ -170,9 +170,8 @@ def _run(
     x_BTD = stack.embedder.embed(ids_BT, stack.dtype)
     cache, selected = [], []
     for depth, (block, memory) in enumerate(zip(stack.blocks, memories, strict=True)):
-        own_choice, dispatch = choice, None
+        own_choice, dispatch = choice.of_block(depth, stack.blocks), None
         if block.routed:
-            own_choice = choice.of_block(len(selected), depth)
             dispatch = _with_weights_of(stack, depth, dispatches_L[len(selected)])
         with jax.named_scope(f"block{depth:02}"):  # profiles and plans tell blocks apart by it
             x_BTD, memory, record = block(x_BTD, tokens, memory, own_choice, dispatch)

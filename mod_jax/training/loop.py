@@ -277,6 +277,7 @@ def abstract_state(config: Config, model: Model, mesh: jax.sharding.Mesh) -> Tra
         opt_state=sharding.opt_state_shardings(mesh, optimizer, shapes.opt_state, params),
         cutoffs_L=everywhere,
         bad_steps=everywhere,
+        expert_cutoffs_LE=None if shapes.expert_cutoffs_LE is None else everywhere,
     )
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 

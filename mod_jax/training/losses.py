@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax.config import Config
-from mod_jax.models.blocks import RoutingRecord
+from mod_jax.models.blocks import Record
 from mod_jax.sharding import RULES, constrain
 from mod_jax.tuning import default_loss_chunk
 
 
 class LossSums(NamedTuple):
-    """Sums over the real tokens of a batch, in nats. The two routing losses are summed over routed blocks too.
+    """Sums over the real tokens of a batch, in nats. The two routing losses are summed over routed blocks too, the two
+    losses of expert routers over blocks with experts.
 
     `next_token` is what training minimises, the cross-entropy and z_loss times the squared log-normaliser;
     `cross_entropy` alone is for reading, and has no gradient.
@@ -30,6 +31,8 @@ class LossSums(NamedTuple):
     cross_entropy: jax.Array
     aux: jax.Array
     predictor: jax.Array
+    balance: jax.Array
+    expert_z: jax.Array
 
 
 def token_cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -47,7 +50,7 @@ def membership_cross_entropy(logits: jax.Array, is_member: jax.Array) -> jax.Arr
 def loss_sums(
     x_BTD: jax.Array,
     weight_DV: jax.Array,
-    routing: RoutingRecord | None,
+    record: Record,
     targets_BT: jax.Array,
     segments_BT: jax.Array,
     *,
@@ -64,19 +67,23 @@ def loss_sums(
     """
     weights_BT = (segments_BT > 0).astype(jnp.float32)
     next_token, cross_entropy = next_token_sums(z_loss, chunk, x_BTD, weight_DV, targets_BT, weights_BT)
-    aux = predictor = jnp.zeros((), jnp.float32)
+    aux = predictor = balance = expert_z = jnp.zeros((), jnp.float32)
+    routing, experts = record
+    if experts is not None:
+        balance, expert_z = jnp.sum(experts.sums.balance), jnp.sum(experts.sums.z)
     if routing is not None:
         member_LBT = routing.selected_BT
         aux = jnp.sum(membership_cross_entropy(routing.router_logits_BT, member_LBT) * weights_BT[None])
         if routing.predictor_logits_BT is not None:
             nats_LBT = membership_cross_entropy(routing.predictor_logits_BT, member_LBT)
             predictor = jnp.sum(nats_LBT * weights_BT[None])
-    return LossSums(next_token, jax.lax.stop_gradient(cross_entropy), aux, predictor)
+    return LossSums(next_token, jax.lax.stop_gradient(cross_entropy), aux, predictor, balance, expert_z)
 
 
 def objective(sums: LossSums, num_tokens: jax.Array, config: Config) -> jax.Array:
     """The scalar that training minimises: each sum per token, times its coefficient."""
     total = sums.next_token + config.routing.aux_weight * sums.aux + config.routing.predictor_weight * sums.predictor
+    total += config.experts.balance_weight * sums.balance + config.experts.z_weight * sums.expert_z
     return total / num_tokens
 
 

@@ -5,6 +5,7 @@ Randomness is `fold_in(seed, step)`; the learning rate is a function of the step
 T positions, L routed blocks.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from mod_jax.config import Config
-from mod_jax.models.blocks import Choice, RoutingRecord
+from mod_jax.models.blocks import Choice, Record
 from mod_jax.models.model import Model, Weights
+from mod_jax.models.moe import ExpertRecord
 from mod_jax.training.finite import finite_parts
 from mod_jax.training.losses import LossSums, loss_sums, objective
 from mod_jax.training.optimizer import make_optimizer, make_schedule
@@ -30,10 +32,22 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     cutoffs_L: jax.Array
     bad_steps: jax.Array  # consecutive non-finite steps
+    expert_cutoffs_LE: jax.Array | None = None  # the same average per expert, where experts choose their tokens
+
+
+class ExpertSums(NamedTuple):
+    """What micro-batches add up of the blocks with experts, L of them. See `moe.ExpertRecord`."""
+
+    load_LN: jax.Array
+    dropped_L: jax.Array
+    computed_L: jax.Array
+    tokens_L: jax.Array
+    cutoff_LA: jax.Array
+    cutoff_rows_LA: jax.Array
 
     @property
     def weights(self) -> Weights:
-        return Weights(self.params, self.cutoffs_L)
+        return Weights(self.params, self.cutoffs_L, self.expert_cutoffs_LE)
 
 
 class StepSums(NamedTuple):
@@ -47,17 +61,20 @@ class StepSums(NamedTuple):
     cutoff_L: jax.Array  # over rows
     rows: jax.Array
     finite_L3: jax.Array  # number of micro-batches with finite router scores, predictor logits, update
+    experts: ExpertSums | None
 
 
 def init_state(config: Config, model: Model) -> TrainState:
     """The state before the first step. Jit it with output shardings, so that every leaf is a global array."""
     params = model.init()
+    cutoffs_shape = len(config.expert_depths), config.experts.count
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         opt_state=make_optimizer(config.optimizer, model.groups).init(params),
         cutoffs_L=jnp.zeros(config.num_routed, jnp.float32),
         bad_steps=jnp.zeros((), jnp.int32),
+        expert_cutoffs_LE=jnp.zeros(cutoffs_shape, jnp.float32) if config.experts_choose else None,
     )
 
 
@@ -81,17 +98,17 @@ def make_train_step(config: Config, model: Model, num_steps: int):
     def micro_loss(params, batch, num_tokens):
         decoder = model.merge(params)
         inputs = batch["tokens_BT"], batch["positions_BT"], batch["segment_ids_BT"]
-        x_BTD, (routing, _) = decoder.features(*inputs, Choice("topk", keys_B=batch["keys_B"]))
+        x_BTD, record = decoder.features(*inputs, Choice("topk", keys_B=batch["keys_B"]))
         losses = loss_sums(
             x_BTD,
             decoder.embedder.output_weight(),
-            routing,
+            record,
             batch["targets_BT"],
             batch["segment_ids_BT"],
             z_loss=config.train.z_loss,
             chunk=config.train.loss_chunk,
         )
-        return objective(losses, num_tokens, config), _step_sums(losses, routing)
+        return objective(losses, num_tokens, config), _step_sums(losses, record)
 
     def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = dict(batch, keys_B=routing_keys(config, state.step, batch["tokens_BT"].shape[0]))
@@ -117,14 +134,13 @@ def make_train_step(config: Config, model: Model, num_steps: int):
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         rate = schedule(state.step)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-        cutoffs_L = _moving_average(
-            state.cutoffs_L,
-            sums.cutoff_L / jnp.maximum(sums.rows, 1.0),
-            _good_steps(state),
-            config.routing.cutoff_decay,
-        )
-
-        new = TrainState(state.step + 1, params, opt_state, cutoffs_L, jnp.zeros((), jnp.int32))
+        steps, decay = _good_steps(state), config.routing.cutoff_decay
+        cutoffs_L = _moving_average(state.cutoffs_L, sums.cutoff_L / jnp.maximum(sums.rows, 1.0), steps, decay)
+        expert_cutoffs_LE = None
+        if config.experts_choose:
+            taken_LE = sums.experts.cutoff_LA / jnp.maximum(sums.experts.cutoff_rows_LA, 1.0)
+            expert_cutoffs_LE = _moving_average(state.expert_cutoffs_LE, taken_LE, steps, decay)
+        new = TrainState(state.step + 1, params, opt_state, cutoffs_L, jnp.zeros((), jnp.int32), expert_cutoffs_LE)
         blocks_L4 = jnp.column_stack([sums.finite_L3 == num_micro, jnp.isfinite(cutoffs_L)])
         parts = finite_parts(state, blocks_L4, loss, squares)
         finite = jnp.all(parts)
@@ -144,10 +160,12 @@ def make_train_step(config: Config, model: Model, num_steps: int):
     return train_step
 
 
-def _step_sums(losses: LossSums, routing: RoutingRecord | None) -> StepSums:
+def _step_sums(losses: LossSums, record: Record) -> StepSums:
+    routing, experts = record.routing, expert_sums(record.channel)
     if routing is None:
         none_L, one = jnp.zeros(0, jnp.float32), jnp.ones((), jnp.float32)
-        return StepSums(losses, none_L, none_L, none_L, none_L, none_L, one, jnp.zeros((0, 3), jnp.float32))
+        finite_L3 = jnp.zeros((0, 3), jnp.float32)
+        return StepSums(losses, none_L, none_L, none_L, none_L, none_L, one, finite_L3, experts)
     scores_LBT, predictions_LBT = routing.router_logits_BT, routing.predictor_logits_BT
     predictions_LBT = scores_LBT if predictions_LBT is None else predictions_LBT
     finite_3L = [
@@ -165,6 +183,7 @@ def _step_sums(losses: LossSums, routing: RoutingRecord | None) -> StepSums:
         cutoff_L=jnp.sum(jnp.where(has_selected_LB, routing.cutoff_B, 0.0), axis=1),
         rows=jnp.sum(has_selected_LB[0], dtype=jnp.float32),
         finite_L3=jnp.stack(finite_3L, axis=1).astype(jnp.float32),
+        experts=experts,
     )
 
 
@@ -202,4 +221,35 @@ def _metrics(
         if config.routing.predictor:
             metrics["train/predictor_loss"] = sums.losses.predictor / num_tokens / config.num_routed
         metrics["train/aux_loss"] = sums.losses.aux / num_tokens / config.num_routed
+    if sums.experts is not None:
+        metrics |= expert_metrics(sums.experts, config.experts.count)
+        for name in ("balance", "expert_z"):
+            metrics[f"train/{name}_loss"] = getattr(sums.losses, name) / num_tokens / len(config.expert_depths)
     return metrics
+
+
+def expert_sums(record: ExpertRecord | None) -> ExpertSums | None:
+    """The sums of a record, without what it says of single tokens."""
+    if record is None:
+        return None
+    sums = record.sums
+    return ExpertSums(sums.load_N, sums.dropped, sums.computed, sums.tokens, record.cutoff_sum_A, record.cutoff_rows_A)
+
+
+def expert_metrics(sums: ExpertSums, num_experts: int) -> dict[str, jax.Array]:
+    """`experts/` metrics, [L] each, from sums over tokens.
+
+    `load_entropy` is that of the shares of all choices, 1 where they are even. `smallest_load` is the share of the
+    least wanted expert, 1 where it has its even share; 0 says that it is dead. `dropped` is a fraction of the claims
+    of experts, `computed` of the tokens.
+    """
+    share_LN = sums.load_LN / jnp.maximum(jnp.sum(sums.load_LN, axis=1, keepdims=True), 1.0)
+    num_choices = share_LN.shape[1]
+    entropy_L = -jnp.sum(share_LN * jnp.log(jnp.maximum(share_LN, 1e-30)), axis=1)
+    claims_L = jnp.sum(sums.load_LN[:, :num_experts], axis=1)
+    return {
+        "experts/load_entropy": entropy_L / math.log(num_choices) if num_choices > 1 else jnp.ones_like(entropy_L),
+        "experts/smallest_load": num_choices * jnp.min(share_LN[:, :num_experts], axis=1),
+        "experts/dropped": sums.dropped_L / jnp.maximum(claims_L, 1.0),
+        "experts/computed": sums.computed_L / jnp.maximum(sums.tokens_L, 1.0),
+    }

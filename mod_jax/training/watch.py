@@ -86,7 +86,7 @@ class Watch:
         self._read()
         if not self._interval.steps:
             return
-        metrics = self._interval.means(self._config.routed_depths)
+        metrics = self._interval.means(self._config)
         self._interval = Interval()
         if self._step > self._first_step:
             metrics |= self._throughput.measure(self._step)
