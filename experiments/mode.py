@@ -7,8 +7,8 @@ Runs `configs/mode.py` once per variant and seed, then prints a table, and write
 OUT. Runs of one seed share the order of their data, so compare within a seed. Losses are held-out nats per token:
 
   training rule  as trained: top-k in depth, experts with slots. Not a language model's loss where it looks ahead.
-  causal         by the selection in the next column. No expert drops a token, so a model that was trained with slots for
-                 half of the tokens spends more than it was trained with: `computed` says how much of the MLPs is run.
+  causal         by the selection in the next column. No expert drops a token, so a model that was trained with slots
+                 for half of the tokens spends more than it was trained with.
 """
 
 import collections
@@ -101,7 +101,7 @@ def slot_share(config: mod_jax.Config) -> float | None:
 
 
 def computed_by_quarter(model: mod_jax.TrainedModel) -> list[float] | None:
-    """Fraction of tokens that an expert computes on under the training rule, by quarter of the row; full blocks only."""
+    """Fraction of tokens that experts of full blocks compute on, by quarter of the row, under the training rule."""
     if not model.config.expert_depths:
         return None
     full = [i for i, depth in enumerate(model.config.expert_depths) if not model.config.blocks[depth].routed]

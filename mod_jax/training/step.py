@@ -34,6 +34,10 @@ class TrainState(NamedTuple):
     bad_steps: jax.Array  # consecutive non-finite steps
     expert_cutoffs_LE: jax.Array | None = None  # the same average per expert, where experts choose their tokens
 
+    @property
+    def weights(self) -> Weights:
+        return Weights(self.params, self.cutoffs_L, self.expert_cutoffs_LE)
+
 
 class ExpertSums(NamedTuple):
     """What micro-batches add up of the blocks with experts, L of them. See `moe.ExpertRecord`."""
@@ -44,10 +48,6 @@ class ExpertSums(NamedTuple):
     tokens_L: jax.Array
     cutoff_LA: jax.Array
     cutoff_rows_LA: jax.Array
-
-    @property
-    def weights(self) -> Weights:
-        return Weights(self.params, self.cutoffs_L, self.expert_cutoffs_LE)
 
 
 class StepSums(NamedTuple):
