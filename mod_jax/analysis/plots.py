@@ -28,6 +28,7 @@ SELECTIONS = {
     "router": dict(color=PALETTE[4], marker="s"),
     "predictor": dict(color=PALETTE[1], marker="D"),
     "threshold": dict(color=PALETTE[2], marker="^"),
+    "all": dict(color=PALETTE[3], marker="v"),
 }
 _STYLE = {
     "figure.dpi": 120,
