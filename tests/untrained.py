@@ -39,7 +39,19 @@ def build_model(**changes) -> TrainedModel:
     rng = np.random.default_rng(0)
     params = jax.tree_util.tree_map_with_path(functools.partial(_draw, rng), model.abstract_params)
     cutoffs_L = jnp.asarray(np.linspace(0.3, -0.2, max(config.num_routed, 1))[: config.num_routed], jnp.float32)
-    return TrainedModel(config, model, params, cutoffs_L, ByteTokenizer(), step=4, metadata={})
+    return TrainedModel(
+        config, model, params, cutoffs_L, ByteTokenizer(), step=4, metadata={}, expert_cutoffs_LE=expert_cutoffs(config)
+    )
+
+
+def expert_cutoffs(config: Config) -> jax.Array | None:
+    """Cut-offs at which each expert takes about half of the tokens."""
+    shape = len(config.expert_depths), config.experts.count
+    return jnp.full(shape, 1 / config.experts.count, jnp.float32) if config.experts_choose else None
+
+
+def choice_of(config: Config, selection: str, cutoffs_L) -> Choice:
+    return Choice(selection, cutoffs_L, expert_cutoffs_LE=expert_cutoffs(config))
 
 
 def _draw(rng: np.random.Generator, path, leaf) -> jax.Array:
@@ -77,7 +89,7 @@ def _prefill_program(config: Config, selection: str, slots: int | None, kept: in
         sizes = tuple(slots or T if block.routed else T for block in config.blocks)
         cache = cache_lib.init_cache(config, B, sizes)
         kept_L = (kept,) * config.num_routed
-        output = stack_lib.prefill(stack, tokens_BT, valid_BT, cache, Choice(selection, cutoffs_L), kept_L)
+        output = stack_lib.prefill(stack, tokens_BT, valid_BT, cache, choice_of(config, selection, cutoffs_L), kept_L)
         return stack.logits(output.x_BTD), output.selected_LBT, output.cache
 
     return run
@@ -95,7 +107,7 @@ def _decode_program(config: Config, selection: str, rows: int):
             tokens_B1 = jnp.take_along_axis(tokens_BT, jnp.minimum(positions_B, T - 1)[:, None], axis=1)
             rows_L = (min(rows, B),) * config.num_routed
             live_B = positions_B < T
-            choice = Choice(selection, cutoffs_L)
+            choice = choice_of(config, selection, cutoffs_L)
             output = stack_lib.decode(stack, tokens_B1[:, 0], positions_B, live_B, cache, choice, rows_L)
             return output.cache, (positions_B, stack.logits(output.x_BTD)[:, 0], output.selected_LBT[..., 0])
 
@@ -108,7 +120,7 @@ def _decode_program(config: Config, selection: str, rows: int):
 @functools.cache
 def _uncached_program(config: Config, selection: str):
     def run(params, cutoffs_L, tokens_BT):
-        return _model(config).run(params, tokens_BT, choice=Choice(selection, cutoffs_L))
+        return _model(config).run(params, tokens_BT, choice=choice_of(config, selection, cutoffs_L))
 
     return jax.jit(run)
 

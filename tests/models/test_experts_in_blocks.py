@@ -1,0 +1,109 @@
+"""Experts inside the whole program: every way of computing a step gives one step, and sampling runs what was trained.
+
+The variants are those of configs/mode.py: staged (routed blocks with experts), integrated (no-op experts), and experts
+that choose their tokens.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from mod_jax import sharding
+from mod_jax.models.model import make_model
+from mod_jax.training import loop
+from mod_jax.training.step import MODEL_INPUTS, init_state, make_train_step
+
+VARIANTS = {
+    "staged": {"model.layout": "Ee", "experts.count": 4},
+    "integrated": {"model.layout": "E", "experts.count": 4, "experts.noop": 4, "experts.capacity": 0.625},
+    "chosen": {"model.layout": "Ee", "experts.count": 4, "experts.choice": "expert", "experts.capacity": 0.5},
+}
+VARIANTS = {name: changes | {"train.batch_size": 16, "data.seq_len": 32} for name, changes in VARIANTS.items()}
+VOCABULARY = 32
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request):
+    return VARIANTS[request.param]
+
+
+def make_batch(config):
+    rng = np.random.default_rng(0)
+    shape = config.train.batch_size, config.data.seq_len
+    tokens_BT = rng.integers(1, VOCABULARY, shape).astype(np.int32)
+    segments_BT = np.ones(shape, np.int32)
+    segments_BT[:, 20:] = 2
+    segments_BT[-1, 28:] = 0
+    positions_BT = np.where(segments_BT == 2, np.arange(shape[1]) - 20, np.arange(shape[1])).astype(np.int32)
+    return dict(zip(MODEL_INPUTS, (tokens_BT, np.roll(tokens_BT, -1, 1), positions_BT, segments_BT), strict=True))
+
+
+def two_steps(config):
+    """(parameters, cut-offs, metrics) after two steps on one batch, on the config's mesh."""
+    model, mesh = make_model(config, VOCABULARY), sharding.make_mesh(config)
+    batch = make_batch(config)
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(lambda leaf: leaf.sharding, loop.abstract_state(config, model, mesh))
+        state = jax.jit(lambda: init_state(config, model), out_shardings=placed)()
+        step = jax.jit(make_train_step(config, model, 4))
+        for _ in range(2):
+            state, metrics = step(state, sharding.put_batch(mesh, batch, config.train.batch_size))
+    return jax.device_get((state.params, state.cutoffs_L, state.expert_cutoffs_LE, metrics))
+
+
+def assert_close(got, expected, rtol=1e-3, atol=1e-4):
+    """To rounding. Adam's first steps turn a small difference of a gradient near 0 into one of the parameter."""
+    paths = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, a), b in zip(paths, jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(b, a, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+ONE_DEVICE = {"mesh.data": 1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train.accumulation": 4},
+        {"model.remat": "full"},
+        {"model.scan": False},
+        {"mesh.data": 4, "mesh.expert": 2},
+        pytest.param({"mesh.data": 2, "mesh.expert": 4}, marks=pytest.mark.slow),
+        {"mesh.data": 1, "mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2},
+    ],
+    ids=str,
+)
+def test_every_way_of_computing_a_step_gives_the_same_step(tiny_config, variant, changes):
+    one_way = two_steps(tiny_config(**{**variant, **ONE_DEVICE}))
+    other_way = two_steps(tiny_config(**{**variant, **ONE_DEVICE, **changes}))
+    assert_close(other_way, one_way)
+
+
+def test_all_metrics_of_experts_are_reported(tiny_config, variant):
+    *_, metrics = two_steps(tiny_config(**{**variant, **ONE_DEVICE}))
+    num_blocks = 4  # every block of both layouts has experts
+    for name in ("load_entropy", "smallest_load", "dropped", "computed"):
+        assert metrics[f"experts/{name}"].shape == (num_blocks,)
+    assert metrics["train/balance_loss"] >= 1 - 1e-6
+    assert metrics["train/expert_z_loss"] > 0
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_sampling_is_the_uncached_causal_model_whatever_the_batch_holds(build, tools, name):
+    """Ragged rows, each at its own position: logits and decisions of every token equal those of the decoder itself."""
+    changes = {**VARIANTS[name], "model.depth": 2, "train.batch_size": 8}
+    model = build(**changes)
+    tokens_BT = tools.random_tokens(5, 24)
+    for selection in model.config.causal_selections:
+        logits_BTV, selected_LBT, _ = tools.replay(model, selection, tokens_BT, [1, 7, 24, 12, 20], rows=2)
+        expected_BTV, expected_LBT = tools.uncached(model, selection, tokens_BT)
+        assert (selected_LBT == expected_LBT).all()
+        np.testing.assert_allclose(logits_BTV, expected_BTV, rtol=1e-4, atol=1e-4)
+
+
+def test_old_states_have_no_leaf_for_experts(tiny_config):
+    """So that checkpoints written before there were experts restore."""
+    config = tiny_config()
+    state = jax.eval_shape(lambda: init_state(config, make_model(config, VOCABULARY)))
+    assert state.expert_cutoffs_LE is None
+    assert not any("expert" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state))
