@@ -228,8 +228,8 @@ class MeshConfig:
         -1, "devices along the batch with replicated parameters; -1: all that are left", _ROUNDING, low=-1
     )
     fsdp: int = _free(1, "devices along the batch with sharded parameters; -1: all that are left", _ROUNDING, low=-1)
-    expert: int = _free(1, "devices along the batch and along experts; -1: all that are left", _ROUNDING, low=-1)
     tensor: int = _free(1, "devices along heads, MLP and vocabulary; -1: all that are left", _ROUNDING, low=-1)
+    expert: int = _free(1, "devices along the batch and along experts; -1: all that are left", _ROUNDING, low=-1)
 
 
 # What a letter of `model.layout` stands for: the block's mixer and its channel (see `models.blocks`), None without one.
@@ -619,10 +619,10 @@ def _check_relations(values: dict[str, Any]) -> None:
     if len(given) != 1:
         found = ", ".join(f"{name} = {value:g}" for name, value in given.items()) or "none"
         raise ConfigError(f"config.train: exactly one of steps, tokens, flops must be > 0; found {found}")
-    free_axes = [name for name in ("mesh.data", "mesh.fsdp", "mesh.expert", "mesh.tensor") if values[name] == -1]
+    free_axes = [name for name in ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.expert") if values[name] == -1]
     if len(free_axes) > 1:
         refuse(free_axes[1], "at most one mesh axis can be -1 (all that are left)")
-    for name in ("mesh.data", "mesh.fsdp", "mesh.expert", "mesh.tensor"):
+    for name in ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.expert"):
         if values[name] == 0:
             refuse(name, "must be -1 (all that are left) or a number of devices >= 1")
     if values["mesh.tensor"] > 0 and values["model.num_kv_heads"] % values["mesh.tensor"]:

@@ -1,4 +1,4 @@
-"""One device mesh (data, fsdp, expert, tensor), how a parameter is declared, and where each array lives on the mesh.
+"""One device mesh (data, fsdp, tensor, expert), how a parameter is declared, and where each array lives on the mesh.
 
 Rows of a batch are split over data, fsdp and expert together; parameters and optimizer moments over fsdp, expert and
 tensor, by the logical axes that each parameter declares; everything else is replicated. A *logical axis* names the
@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mod_jax.config import Config
 from mod_jax.errors import ConfigError
 
-AXES = ("data", "fsdp", "expert", "tensor")
+AXES = ("data", "fsdp", "tensor", "expert")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
 
 
 def mesh_shape(config: Config, num_devices: int) -> tuple[int, ...]:
-    """Sizes of (data, fsdp, expert, tensor) on `num_devices` devices, with -1 resolved.
+    """Sizes of (data, fsdp, tensor, expert) on `num_devices` devices, with -1 resolved.
 
     Raises:
       ConfigError: if the devices, the batch or the model do not divide evenly.

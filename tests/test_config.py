@@ -48,6 +48,15 @@ ALTERED = {
     "routing.predictor_weight": 0.5,
     "routing.aux_weight": 0.1,
     "routing.cutoff_decay": 0.9,
+    "experts.count": 4,
+    "experts.chosen": 2,
+    "experts.hidden": 32,
+    "experts.capacity": 0.5,
+    "experts.noop": 2,
+    "experts.choice": "expert",
+    "experts.overflow": "paced",
+    "experts.balance_weight": 0.01,
+    "experts.z_weight": 0.1,
     "data.source": "synthetic",
     "data.text_key": "content",
     "data.tokenizer": "bpe:512",
@@ -81,6 +90,7 @@ ALTERED = {
     "mesh.data": 1,
     "mesh.fsdp": 2,
     "mesh.tensor": 2,
+    "mesh.expert": 2,
 }
 
 

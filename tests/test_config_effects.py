@@ -48,6 +48,15 @@ ALTERED = {
     "routing.predictor_weight": 0.5,
     "routing.aux_weight": 0.1,
     "routing.cutoff_decay": 0.9,
+    "experts.count": 4,
+    "experts.chosen": 2,
+    "experts.hidden": 32,
+    "experts.capacity": 0.5,
+    "experts.noop": 2,
+    "experts.choice": "expert",
+    "experts.overflow": "paced",
+    "experts.balance_weight": 0.01,
+    "experts.z_weight": 0.1,
     "data.source": "SOURCE",  # a file of the test
     "data.text_key": "other",
     "data.tokenizer": "bpe:300",
@@ -81,6 +90,7 @@ ALTERED = {
     "mesh.data": 1,
     "mesh.fsdp": 2,
     "mesh.tensor": 2,
+    "mesh.expert": 2,
 }
 
 
@@ -134,6 +144,7 @@ def test_every_key_is_here():
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_key_does_what_it_declares(name, source):
     base = BASE | ({"data.source": source[0]} if name in ("data.text_key", "data.tokenizer") else {})
+    base |= {"model.layout": "Ee", "experts.capacity": 0.75} if name.startswith("experts.") else {}
     value = {"SOURCE": source[0], "CACHE": source[1]}.get(ALTERED[name], ALTERED[name])
     change = {name: value} | ({"train.steps": 0} if name in ("train.tokens", "train.flops") else {})
     change |= {"routing.predictor": False} if name == "model.layout" else {}

@@ -209,8 +209,8 @@ def test_t11_a_document_is_ranked_by_its_own_scores_only():
 
 
 def test_r13_the_ranked_axis_is_never_sharded_and_ranking_would_survive_it():
-    mesh = jax.make_mesh((8, 1, 1), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
-    assert sharding.batch_sharding(mesh).spec == PartitionSpec(("data", "fsdp"))  # rows only
+    mesh = jax.make_mesh((8, 1, 1, 1), sharding.AXES, axis_types=(AxisType.Auto,) * 4)
+    assert sharding.batch_sharding(mesh).spec == PartitionSpec(("data", "fsdp", "expert"))  # rows only
     scores_BT = jnp.round(jax.random.normal(jax.random.key(0), (8, 16)), 1)  # with ties
     ranked = jax.jit(jax.vmap(routing.select_topk, (0, None)), static_argnums=1)
     expected = ranked(scores_BT, 4)

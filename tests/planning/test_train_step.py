@@ -110,7 +110,7 @@ def report(tiny_config, tmp_path, monkeypatch):
 
 def test_a_report(report):
     found = json.loads(json.dumps(report()))
-    assert found["topology"]["mesh"] == {"data": 1, "fsdp": 4, "tensor": 1}
+    assert found["topology"]["mesh"] == {"data": 1, "fsdp": 4, "tensor": 1, "expert": 1}
     assert (found["topology"]["chips"], found["topology"]["devices"], found["layout"]) == (4, 4, "FRFR")
     memory = found["memory"]
     assert memory["needed"] == memory["argument"] + memory["temp"] + memory["output"] - memory["alias"]
@@ -167,13 +167,13 @@ def test_what_does_not_fit_is_an_answer_with_advice(report, tiny_config, monkeyp
     many_rows = plan.verdict(tiny_config(**{"train.batch_size": 64}), found)
     assert "--config.train.accumulation=4, then" in many_rows
     # What is left when everything has been done.
-    found["topology"]["mesh"] = {"data": 1, "fsdp": 16, "tensor": 1}
+    found["topology"]["mesh"] = {"data": 1, "fsdp": 16, "tensor": 1, "expert": 1}
     assert plan.verdict(tiny_config(**{"model.remat": "full"}), found).endswith("(15.75G).; try a larger slice")
 
 
 def test_a_copy_of_the_state_on_every_chip_is_the_first_thing_to_change(report, tiny_config):
     found = {**report(), "fits": False}
-    found["topology"]["mesh"] = {"data": 4, "fsdp": 1, "tensor": 1}
+    found["topology"]["mesh"] = {"data": 4, "fsdp": 1, "tensor": 1, "expert": 1}
     found["memory"] |= {"needed": 30 * 2**30, "state": 12 * 2**30}
     advice = plan.verdict(tiny_config(), found)
     assert "30.00 GiB of 15.75 GiB a chip; try --config.mesh.data=1 --config.mesh.fsdp=-1" in advice
@@ -182,7 +182,7 @@ def test_a_copy_of_the_state_on_every_chip_is_the_first_thing_to_change(report, 
 def test_a_state_that_no_layout_fits_needs_a_larger_slice(report, tiny_config):
     """48 GiB: four chips of 15.75 GiB, not two."""
     found = {**report(), "fits": False}
-    found["topology"] |= {"devices": 2, "mesh": {"data": 1, "fsdp": 4, "tensor": 2}}
+    found["topology"] |= {"devices": 2, "mesh": {"data": 1, "fsdp": 4, "tensor": 2, "expert": 1}}
     found["memory"] |= {"needed": 30 * 2**30, "whole_state": 48 * 2**30}
     assert plan.verdict(tiny_config(), found) == (
         "DOES NOT FIT on v5e:2x2: parameters and optimizer alone take 48.00 GiB, 4 x 15.75 GiB, and a step needs room "
