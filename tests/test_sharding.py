@@ -82,7 +82,7 @@ def test_mesh_shape(tiny_config, changes, devices, shape):
         (
             {"mesh.data": 16},
             8,
-            r"mesh.data = 16 \* mesh.fsdp = 1 \* mesh.tensor = 1 \* .* needs 16 devices, there are 8",
+            r"mesh.data = 16 \* mesh.fsdp = 1 \* .*: needs 16 devices, there are 8",
         ),
         ({"train.batch_size": 12}, 8, r"config.train.batch_size = 12: .* 12 rows, .* \* mesh.expert = 8 must"),
         ({"train.accumulation": 2}, 8, r"config.train.batch_size = 8: each of 2 micro-batches has 4 rows, which"),
