@@ -18,7 +18,7 @@ from mod_jax.errors import ConfigError
 from mod_jax.models.model import make_model
 from mod_jax.planning import topology
 from mod_jax.planning.collectives import find_collectives
-from mod_jax.training import loop
+from mod_jax.training import loop, prepare
 from mod_jax.training.step import init_state
 
 # T = 22 and C = 11, and no other size of the model is a multiple of 11: so is an axis of positions recognised.
@@ -48,7 +48,7 @@ def config_on(shape, **changes):
 @functools.cache
 def trained(shape):
     """(run, compiled step, initial parameters, metrics of each step) on a mesh of this shape."""
-    run = loop.prepare_run(config_on(shape), "unused")
+    run = prepare.prepare_run(config_on(shape), "unused")
     with jax.set_mesh(run.mesh):
         shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state)
         state = jax.jit(lambda: init_state(run.config, run.model), out_shardings=shardings)()
@@ -118,7 +118,7 @@ def test_make_mesh_takes_the_first_devices(tiny_config):
 
 
 def test_where_parameters_and_moments_live():
-    run = loop.prepare_run(config_on((2, 2, 2)), "unused")
+    run = prepare.prepare_run(config_on((2, 2, 2)), "unused")
     state = run.abstract_state
 
     def spec(leaf):

@@ -34,7 +34,7 @@ from mod_jax.planning.report import (
     size,
     wrap,
 )
-from mod_jax.training import loop, losses
+from mod_jax.training import loop, losses, prepare
 
 BATCH_AXES = ("data", "fsdp", "expert")
 TIGHT = 0.9  # of a chip's memory: beyond it, evaluation may not fit beside the train state
@@ -56,7 +56,7 @@ def make_report(config: Config, topology_name: str) -> dict[str, Any]:
         notes.append(f"mesh axes are no products of axes of {product.shape}: some neighbours are several hops apart")
 
     model = make_model(config, vocab_size)
-    state = loop.abstract_state(config, model, mesh)
+    state = prepare.abstract_state(config, model, mesh)
     num_steps = flops.train_steps(config, vocab_size)
     lowered = loop.lower_step(config, model, mesh, state, num_steps)
     cache = cache_root(config.data) / "plans"

@@ -14,8 +14,8 @@ import numpy as np
 from mod_jax import paths, sharding, tuning
 from mod_jax.config import Config
 from mod_jax.errors import ConfigError, DataError
-from mod_jax.training import loop, rates, trackers
-from mod_jax.training.loop import Run, say
+from mod_jax.training import loop, prepare, rates, trackers
+from mod_jax.training.prepare import Run, say
 from mod_jax.training.step import MODEL_INPUTS
 
 LONGEST_STEP = 20.0  # seconds, at the devices' peak; longer ones are not run
@@ -30,12 +30,12 @@ def dry_run(config: Config, workdir: str | os.PathLike) -> None:
     """
     workdir = paths.folder_to_write("--workdir", workdir)
     missing = run = None
-    if (vocab_size := loop.known_vocabulary(config)) is not None:
-        run = loop.make_run(config, workdir, vocab_size)
-        say(loop.describe(run))
+    if (vocab_size := prepare.known_vocabulary(config)) is not None:
+        run = prepare.make_run(config, workdir, vocab_size)
+        say(prepare.describe(run))
     try:
         trackers.check_installed(config.train.tracker)
-        run = loop.with_corpus(run, config, workdir)
+        run = prepare.with_corpus(run, config, workdir)
     except (ConfigError, DataError) as error:
         if run is None:
             raise
@@ -52,7 +52,7 @@ def estimate(run: Run) -> str:
     with jax.set_mesh(run.mesh):
         compiled = loop.compile_step(run)
     memory, available = compiled.memory_analysis(), tuning.memory_bytes(jax.local_devices()[0])
-    needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) * loop.sharing_devices(run)
+    needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) * prepare.sharing_devices(run)
     peak = rates.peak_of_devices(list(run.mesh.devices.flat))
     peak = peak if peak.flops else rates.measure_matmul_peak()
     at_peak = loop.from_process_0(run.flops_per_step / peak.flops)

@@ -23,7 +23,7 @@ from mod_jax.errors import (
     StorageError,
 )
 from mod_jax.evaluation import finished, tables
-from mod_jax.training import loop
+from mod_jax.training import loop, prepare
 
 RUN = {
     "model.width": 16,
@@ -165,7 +165,7 @@ def test_what_is_refused_is_one_line_and_an_exit_code(workdir, module, arguments
 
 
 def test_cutoffs_are_those_of_the_train_state(workdir):
-    run = loop.prepare_run(make_config(**RUN), workdir)
+    run = prepare.prepare_run(make_config(**RUN), workdir)
     with loop.Checkpointer(workdir / "checkpoints", read_only=True) as checkpointer:
         state = checkpointer.restore(run.abstract_state).state
         wrong = {"cutoffs_L": jax.ShapeDtypeStruct((2,), np.float32, sharding=state.cutoffs_L.sharding)}

@@ -96,7 +96,7 @@ def test_texts_that_cannot_be_shown_or_kept_are_refused(name):
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_the_largest_value_that_is_allowed_costs_no_memory(name):
-    """Sizes are numbers until the state is made: see `loop.check_memory`."""
+    """Sizes are numbers until the state is made: see `prepare.check_memory`."""
     high = FIELDS[name].metadata["high"]
     if high is None or FIELDS[name].type is not int:
         return

@@ -21,7 +21,7 @@ from mod_jax import cli, sharding
 from mod_jax.config import make_config
 from mod_jax.errors import NumericsError
 from mod_jax.models.model import make_model
-from mod_jax.training import finite, loop
+from mod_jax.training import finite, loop, prepare
 from mod_jax.training.step import MODEL_INPUTS, init_state
 
 VOCAB, NUM_STEPS = 32, 20
@@ -40,7 +40,7 @@ def program(way):
     """(a function of state and batch, in and out of NumPy; a state after one good step; the names of the parts)."""
     config = make_config(**{**SMALL, "mesh.data": 1, **WAYS[way]})
     model, mesh = make_model(config, VOCAB), sharding.make_mesh(config)
-    abstract = loop.abstract_state(config, model, mesh)
+    abstract = prepare.abstract_state(config, model, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     compiled = loop.lower_step(config, model, mesh, abstract, NUM_STEPS).compile()
 

@@ -10,7 +10,7 @@ import pytest
 
 from mod_jax import sharding
 from mod_jax.models.model import make_model
-from mod_jax.training import loop
+from mod_jax.training import prepare
 from mod_jax.training.step import MODEL_INPUTS, init_state, make_train_step
 
 VARIANTS = {
@@ -43,7 +43,7 @@ def two_steps(config):
     model, mesh = make_model(config, VOCABULARY), sharding.make_mesh(config)
     batch = make_batch(config)
     with jax.set_mesh(mesh):
-        placed = jax.tree.map(lambda leaf: leaf.sharding, loop.abstract_state(config, model, mesh))
+        placed = jax.tree.map(lambda leaf: leaf.sharding, prepare.abstract_state(config, model, mesh))
         state = jax.jit(lambda: init_state(config, model), out_shardings=placed)()
         step = jax.jit(make_train_step(config, model, 4))
         for _ in range(2):

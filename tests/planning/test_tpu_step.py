@@ -16,7 +16,7 @@ from mod_jax.models.model import make_model
 from mod_jax.planning import program, topology
 from mod_jax.planning.collectives import token_movers
 from mod_jax.planning.train_step import BATCH_AXES
-from mod_jax.training import loop
+from mod_jax.training import loop, prepare
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def compiled_step(tmp_path):
         product, _ = topology.find_product("v5e:2x4")
         mesh = sharding.make_mesh(config, topology.devices(product))
         model = make_model(config, config.model.vocab_size)
-        state = loop.abstract_state(config, model, mesh)
+        state = prepare.abstract_state(config, model, mesh)
         lowered = loop.lower_step(config, model, mesh, state, config.train.steps)
         step = program.read_step(topology.compile_for(lowered, product, mesh, tmp_path).text, dict(mesh.shape))
         shapes = [(leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state.params)]

@@ -13,7 +13,7 @@ from mod_jax.config import make_config
 from mod_jax.errors import ConfigError, ResumeRefused
 from mod_jax.models.decoder import by_depth
 from mod_jax.models.model import make_model
-from mod_jax.training import loop
+from mod_jax.training import loop, prepare
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.inherit import merge, taken_parts
 
@@ -40,7 +40,7 @@ def dense(tmp_path_factory):
 
 
 def params_of(workdir, config):
-    run, _ = quietly(loop.prepare_run, config, workdir)
+    run, _ = quietly(prepare.prepare_run, config, workdir)
     with Checkpointer(workdir / "checkpoints", read_only=True) as checkpointer:
         return jax.device_get(checkpointer.restore(run.abstract_state).state.params)
 

@@ -24,7 +24,7 @@ from mod_jax.config import make_config
 from mod_jax.errors import ConfigError, NumericsError, ResumeRefused
 from mod_jax.models import flops
 from mod_jax.training import dry_run as dry_run_module
-from mod_jax.training import loop
+from mod_jax.training import loop, prepare
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.dry_run import dry_run
 from mod_jax.training.loop import Outcome, train
@@ -78,7 +78,7 @@ def learned(workdir):
 
 def restored(workdir, config=None):
     """The newest state of a run, as NumPy arrays."""
-    (run, _) = quietly(loop.prepare_run, config or make_run_config(), workdir)
+    (run, _) = quietly(prepare.prepare_run, config or make_run_config(), workdir)
     with Checkpointer(run.workdir / "checkpoints", read_only=True) as checkpointer:
         return jax.device_get(checkpointer.restore(run.abstract_state).state)
 
@@ -180,7 +180,7 @@ def test_a_finished_run_prints_its_stored_result_and_computes_nothing(copied, fi
     assert contents(copied) == before
 
     with monkeypatch.context() as patch:  # what was finished is this run alone, and all of it
-        patch.setattr(loop, "prepare_corpus", refuse)
+        patch.setattr(prepare, "prepare_corpus", refuse)
         shutil.rmtree(copied / "checkpoints" / "6")
         for changes, error in (({}, AssertionError), ({"seed": 1}, AssertionError)):
             with pytest.raises(error):
@@ -219,7 +219,7 @@ def test_a_tracker_that_is_missing_is_said_before_the_corpus_is_prepared(tmp_pat
     def refuse(*args, **kwargs):
         raise AssertionError("too late")
 
-    monkeypatch.setattr(loop, "prepare_corpus", refuse)
+    monkeypatch.setattr(prepare, "prepare_corpus", refuse)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"train\.tracker = 'wandb'"):
         quietly(train, make_run_config(**{"train.tracker": "wandb"}), tmp_path / "run")
@@ -228,7 +228,7 @@ def test_a_tracker_that_is_missing_is_said_before_the_corpus_is_prepared(tmp_pat
 
 def test_a_state_beyond_the_memory_is_refused_before_any_of_it_is_allocated(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "memory_bytes", lambda device: 2**24)
-    quietly(loop.prepare_run, make_run_config(), tmp_path / "run")
+    quietly(prepare.prepare_run, make_run_config(), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"config\.model: parameters and moments take [\d,.]+ GiB of each device"):
         quietly(train, make_run_config(**{"model.width": 2**20, "model.depth": 64}), tmp_path / "run")
 
@@ -420,8 +420,8 @@ def test_training_compiles_nothing_after_the_first_step(tmp_path, monkeypatch):
 def test_t13_a_workdir_is_absolute_from_the_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert quietly(loop.prepare_run, make_run_config(), "runs/a")[0].workdir == tmp_path / "runs" / "a"
-    assert quietly(loop.prepare_run, make_run_config(), "~/a")[0].workdir == tmp_path / "home" / "a"
+    assert quietly(prepare.prepare_run, make_run_config(), "runs/a")[0].workdir == tmp_path / "runs" / "a"
+    assert quietly(prepare.prepare_run, make_run_config(), "~/a")[0].workdir == tmp_path / "home" / "a"
 
 
 def test_a_dry_run_writes_nothing(tmp_path):
