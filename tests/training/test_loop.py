@@ -167,8 +167,11 @@ def test_a_finished_run_prints_its_stored_result_and_computes_nothing(copied, fi
 
     before = contents(copied)
     with monkeypatch.context() as patch:
-        for name in ("prepare_corpus", "make_model", "Checkpointer", "Evaluator", "compile_step"):
-            patch.setattr(loop, name, refuse)
+        for module, name in (
+            *((prepare, name) for name in ("prepare_corpus", "make_model")),
+            *((loop, name) for name in ("Checkpointer", "Evaluator", "compile_step")),
+        ):
+            patch.setattr(module, name, refuse)
         outcome, output = quietly(train, make_run_config(), copied)
         assert outcome is Outcome.DONE
         _, said_of_free_keys = quietly(train, make_run_config(**{"data.eval_windows": 4}), copied)
