@@ -38,7 +38,7 @@ class ModelOutput(NamedTuple):
 
     logits_BTV: jax.Array
     routing: RoutingRecord | None
-    channel: Any
+    channel: Any = None
 
 
 def repeating_unit(blocks: tuple[BlockSpec, ...]) -> int:

@@ -148,9 +148,9 @@ def xla_flops(config, vocab_size):
 
     def loss(params, tokens_BT):
         decoder = model.merge(params)
-        x_BTD, (routing, _) = decoder.features(tokens_BT)
+        x_BTD, record = decoder.features(tokens_BT)
         weight_DV = decoder.embedder.output_weight()
-        sums = loss_sums(x_BTD, weight_DV, routing, tokens_BT, jnp.ones_like(tokens_BT))
+        sums = loss_sums(x_BTD, weight_DV, record, tokens_BT, jnp.ones_like(tokens_BT))
         return objective(sums, jnp.float32(tokens_BT.size), config)
 
     def forward(params, tokens_BT):
