@@ -113,7 +113,7 @@ def test_a_mesh_of_several_processes_uses_every_device(tiny_config, monkeypatch)
 
 def test_make_mesh_takes_the_first_devices(tiny_config):
     mesh = sharding.make_mesh(tiny_config(**{"mesh.data": 2}))
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 1}
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 1, "expert": 1}
     assert list(mesh.devices.flat) == jax.devices()[:2]
 
 
@@ -153,7 +153,7 @@ def test_a_batch_is_split_by_rows_only(tiny_config):
     batch = sharding.put_batch(mesh, {"tokens_BT": rows_BT}, 8)["tokens_BT"]
     np.testing.assert_array_equal(batch, rows_BT)
     assert {shard.data.shape for shard in batch.addressable_shards} == {(2, 16)}
-    assert sharding.batch_sharding(mesh).spec == PartitionSpec(("data", "fsdp"))
+    assert sharding.batch_sharding(mesh).spec == PartitionSpec(("data", "fsdp", "expert"))
 
 
 def rows_that_jax_asks_for(mesh, batch_size):

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from mod_jax import versions
@@ -77,5 +78,5 @@ def test_our_own_commit_is_recorded_whatever_git_variables_say(tmp_path, other):
 
 def test_versions_name_what_is_installed():
     found = versions.installed()
-    assert found["jax"] == __import__("jax").__version__
+    assert found["jax"] == jax.__version__
     assert found["mod_jax"].endswith(versions.commit())

@@ -224,7 +224,7 @@ def _metrics(
     if sums.experts is not None:
         metrics |= expert_metrics(sums.experts, config.experts.count)
         for name in ("balance", "expert_z"):
-            metrics[f"train/{name}_loss"] = getattr(sums.losses, name) / num_tokens / len(config.expert_depths)
+            metrics[f"train/{name}_loss"] = getattr(sums.losses, name) / jnp.maximum(jnp.sum(sums.experts.tokens_L), 1)
     return metrics
 
 

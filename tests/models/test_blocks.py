@@ -55,7 +55,7 @@ def full_update(config):
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_block(config, full, nnx.Rngs(params=jax.random.key(0)))))
 
     def update(params, x_BTD, tokens):
-        return nnx.merge(graphdef, nnx.State(params)).update(x_BTD, tokens, Present())[0]
+        return nnx.merge(graphdef, nnx.State(params)).update(x_BTD, tokens, Present(), TOPK)[0]
 
     return jax.jit(update)
 
@@ -118,7 +118,7 @@ def test_r1_gate_zero_is_the_identity(tiny_config):
 
 
 class ReluPlusOne(nnx.Module):
-    def update(self, x_BTD, tokens, memory):
+    def update(self, x_BTD, tokens, memory, choice):
         return jax.nn.relu(x_BTD) + 1.0, memory, None
 
 

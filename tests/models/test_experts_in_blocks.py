@@ -18,7 +18,12 @@ VARIANTS = {
     "integrated": {"model.layout": "E", "experts.count": 4, "experts.noop": 4, "experts.capacity": 0.625},
     "chosen": {"model.layout": "Ee", "experts.count": 4, "experts.choice": "expert", "experts.capacity": 0.5},
 }
-VARIANTS = {name: changes | {"train.batch_size": 16, "data.seq_len": 32} for name, changes in VARIANTS.items()}
+SMALL = {
+    "train.batch_size": 16,
+    "data.seq_len": 32,
+    "optimizer.eps": 1e-3,  # so that a rounding error in a small gradient stays one in the update
+}
+VARIANTS = {name: changes | SMALL for name, changes in VARIANTS.items()}
 VOCABULARY = 32
 
 
@@ -52,7 +57,6 @@ def two_steps(config):
 
 
 def assert_close(got, expected, rtol=1e-3, atol=1e-4):
-    """To rounding. Adam's first steps turn a small difference of a gradient near 0 into one of the parameter."""
     paths = jax.tree_util.tree_leaves_with_path(expected)
     for (path, a), b in zip(paths, jax.tree.leaves(got), strict=True):
         np.testing.assert_allclose(b, a, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
@@ -65,11 +69,11 @@ ONE_DEVICE = {"mesh.data": 1}
     "changes",
     [
         {"train.accumulation": 4},
-        {"model.remat": "full"},
-        {"model.scan": False},
+        pytest.param({"model.remat": "full"}, marks=pytest.mark.slow),
+        pytest.param({"model.scan": False}, marks=pytest.mark.slow),
         {"mesh.data": 4, "mesh.expert": 2},
         pytest.param({"mesh.data": 2, "mesh.expert": 4}, marks=pytest.mark.slow),
-        {"mesh.data": 1, "mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2},
+        pytest.param({"mesh.data": 1, "mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -84,7 +88,8 @@ def test_all_metrics_of_experts_are_reported(tiny_config, variant):
     num_blocks = 4  # every block of both layouts has experts
     for name in ("load_entropy", "smallest_load", "dropped", "computed"):
         assert metrics[f"experts/{name}"].shape == (num_blocks,)
-    assert metrics["train/balance_loss"] >= 1 - 1e-6
+    if variant.get("experts.choice") != "expert":  # whose load is even by construction
+        assert metrics["train/balance_loss"] >= 1 - 1e-6
     assert metrics["train/expert_z_loss"] > 0
 
 
@@ -92,6 +97,8 @@ def test_all_metrics_of_experts_are_reported(tiny_config, variant):
 def test_sampling_is_the_uncached_causal_model_whatever_the_batch_holds(build, tools, name):
     """Ragged rows, each at its own position: logits and decisions of every token equal those of the decoder itself."""
     changes = {**VARIANTS[name], "model.depth": 2, "train.batch_size": 8}
+    if name == "integrated":
+        changes["routing.aux_weight"] = 0.0  # there is no routed block
     model = build(**changes)
     tokens_BT = tools.random_tokens(5, 24)
     for selection in model.config.causal_selections:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from mod_jax import sharding
 from mod_jax.config import Config, ModelConfig
 from mod_jax.models import layers
+from mod_jax.models.blocks import TOPK
 from mod_jax.models.memory import make_tokens
 from mod_jax.models.mlp import MLP
 
@@ -47,12 +48,13 @@ def test_param_refuses_axes_that_do_not_fit():
 
 
 def test_rules_name_mesh_axes_and_leave_an_uneven_vocabulary_whole():
-    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2, "expert": 2}
     spec = sharding.RULES.spec
     assert spec(("vocab", "embed"), (256, 16), mesh) == PartitionSpec("tensor", "fsdp")
     assert spec(("vocab", "embed"), (257, 16), mesh) == PartitionSpec(None, "fsdp")
     assert spec(("layers", "heads", None, "embed"), (3, 2, 8, 16), mesh) == PartitionSpec(None, "tensor", None, "fsdp")
-    assert spec(("batch", None, None), (8, 4, 16), mesh) == PartitionSpec(("data", "fsdp"), None, None)
+    assert spec(("batch", None, None), (8, 4, 16), mesh) == PartitionSpec(("data", "fsdp", "expert"), None, None)
+    assert spec(("experts", "embed", "mlp"), (4, 16, 64), mesh) == PartitionSpec("expert", "fsdp", "tensor")
 
 
 def test_constrain_without_a_mesh_does_nothing():
@@ -163,6 +165,6 @@ def test_mlp_by_hand(activation, at_2, at_minus_2):
     mlp.up_DF[...] = jnp.array([[1.0, -1.0]])
     mlp.down_FD[...] = jnp.array([[1.0], [100.0]])
     one_11 = jnp.ones((1, 1), jnp.int32)
-    out, record = mlp(jnp.full((1, 1, 1), 2.0), make_tokens(one_11, one_11, 2, 1e4))  # hidden (2, -2)
+    out, record = mlp(jnp.full((1, 1, 1), 2.0), make_tokens(one_11, one_11, 2, 1e4), TOPK)  # hidden (2, -2)
     assert record is None
     assert float(out[0, 0, 0]) == pytest.approx(at_2 + 100 * at_minus_2, rel=1e-4)

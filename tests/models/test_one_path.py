@@ -204,13 +204,14 @@ def test_parameters_by_depth_are_those_of_the_blocks_and_can_be_put_back(build, 
 class Report(NamedTuple):
     tokens: jax.Array
     square_sum: jax.Array
+    of_tokens: tuple = ()
 
 
 class ReportingMLP(blocks.CHANNELS["mlp"]):
     """A channel that counts the tokens that are there, and sums the squares of what it gives them."""
 
-    def __call__(self, x_BTD, tokens):
-        out_BTD, _ = super().__call__(x_BTD, tokens)
+    def __call__(self, x_BTD, tokens, choice):
+        out_BTD, _ = super().__call__(x_BTD, tokens, choice)
         there_BT = (tokens.segments_BT > 0).astype(jnp.float32)
         return out_BTD, Report(jnp.sum(there_BT), jnp.sum(there_BT[..., None] * jnp.square(out_BTD)))
 
