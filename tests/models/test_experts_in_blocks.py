@@ -4,6 +4,8 @@ The variants are those of configs/mode.py: staged (routed blocks with experts), 
 that choose their tokens.
 """
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -43,6 +45,7 @@ def make_batch(config):
     return dict(zip(MODEL_INPUTS, (tokens_BT, np.roll(tokens_BT, -1, 1), positions_BT, segments_BT), strict=True))
 
 
+@functools.cache
 def two_steps(config):
     """(parameters, cut-offs, metrics) after two steps on one batch, on the config's mesh."""
     model, mesh = make_model(config, VOCABULARY), sharding.make_mesh(config)
