@@ -1,4 +1,4 @@
-"""--profile, in a process of its own: JAX's profiler crashes where another test has loaded the TPU compiler's library."""
+"""--profile, in a process of its own: where the TPU compiler's library is loaded, JAX's profiler crashes."""
 
 import pathlib
 import subprocess
