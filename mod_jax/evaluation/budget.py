@@ -8,6 +8,7 @@ L routed blocks in order of depth.
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -74,13 +75,14 @@ def check_capacity(model: TrainedModel, capacity: float | Sequence[float]) -> li
       RequestError: if the capacity is out of range, or of another number of blocks.
     """
     config, num_routed = model.config, model.config.num_routed
-    if "threshold" not in config.causal_selections or why_not_sampled(config):
+    if not num_routed or why_not_sampled(config):  # cut-offs of experts are not those of a routed block
         why = why_not_sampled(config) or "no block of this model is routed"
         raise ConfigError(f"capacity = {capacity}: this model has no cut-offs to shift ({why})")
-    capacities = list(capacity) if isinstance(capacity, Sequence) else [capacity] * num_routed
-    if len(capacities) != num_routed or not all(0 < c <= 1 for c in capacities):
+    one = isinstance(capacity, str) or not isinstance(capacity, Sequence | np.ndarray)
+    capacities = [capacity] * num_routed if one else list(capacity)
+    if len(capacities) != num_routed or not all(isinstance(c, numbers.Real) and 0 < c <= 1 for c in capacities):
         raise RequestError(
-            f"capacity = {capacity}: must be in (0, 1]; one number, or {num_routed}, one per routed block"
+            f"capacity = {capacity!r}: must be in (0, 1]; one number, or {num_routed}, one per routed block"
         )
     return capacities
 

@@ -85,7 +85,7 @@ def evaluate_run(
         capacity_L = shifted.capacity_L
         model = dataclasses.replace(model, cutoffs_L=jax.numpy.asarray(shifted.cutoffs_L))
         lines.append(
-            f"cut-offs shifted to capacity {capacity:g} on {len(calibration)} other batches: {shifted.cutoffs_L}"
+            f"cut-offs shifted to capacity {capacity} on {len(calibration)} other batches: {shifted.cutoffs_L}"
         )
     windows = sum(int(np.sum(batch["example_ids_B"] >= 0)) for batch in evaluator.batches)
     lines.append(f"{windows} held-out windows of {seq_len} tokens")

@@ -240,7 +240,7 @@ class Router(nnx.Module):
         """float32 scores [B, T] from the router's float32 input; `keys_B` only for "stochastic"."""
         if self.kind == "stochastic":
             if keys_B is None:
-                raise ValueError("routing.score = 'stochastic' needs row_keys_B, one random key per row")
+                raise ValueError("routing.score = 'stochastic' needs Choice.keys_B, one random key per row")
             return jax.vmap(lambda key: jax.random.normal(key, input_BTD.shape[1:2]))(keys_B)
         weight_D = self.weight_D[...]
         if self.kind == "frozen":

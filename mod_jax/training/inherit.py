@@ -62,6 +62,8 @@ def find_source(workdir: str | os.PathLike, config: Config, vocab_size: int, tok
         for name, pair in config_lib.difference(old, config).items()
         if config_lib.FIELDS[name].metadata["change"] == "never"
     }
+    if _parts(old) != _parts(config):
+        differing["model.layout"] = (old.model.layout, config.model.layout)
     old_vocab_size = old.model.vocab_size or saved.get("vocab_size", vocab_size)
     differing.pop("model.vocab_size", None)
     if old_vocab_size != vocab_size:
@@ -74,11 +76,15 @@ def find_source(workdir: str | os.PathLike, config: Config, vocab_size: int, tok
     return Source(str(folder), step, old, make_model(old, vocab_size))
 
 
+def _parts(config: Config) -> list[tuple[str | None, str | None]]:
+    """Mixer and channel of each block: what routing leaves as it is."""
+    return [(block.mixer, block.channel) for block in config.blocks]
+
+
 def take_weights(source: Source, fresh: dict[str, Any], config: Config, mesh: Mesh) -> dict[str, Any]:
     """Returns `fresh`, the parameters as they were initialised on the mesh, with the weights of `source` in them.
 
     Raises:
-      ResumeRefused: a block has other parts than the source's.
       StorageError: the checkpoint is damaged.
     """
     model = source.model
@@ -98,8 +104,6 @@ def merge(fresh: dict[str, Any], config: Config, old: dict[str, Any], old_config
     blocks = []
     for depth, (new, was) in enumerate(zip(by_depth(fresh, config), by_depth(old, old_config), strict=True)):
         inner = was.get("block", was)  # of a routed block, or a full one
-        if jax.tree.structure(inner) != jax.tree.structure(new.get("block", new)):
-            raise ResumeRefused(f"block {depth} has other parts than block {depth} of the weights to begin with")
         taken = {part: was[part] for part, depths in parts.items() if depth in depths}
         blocks.append({**new, "block": inner, **taken} if "block" in new else inner)
     return from_depth(blocks, {**fresh, **{name: old[name] for name in ("embedder", "final_norm")}}, config)

@@ -66,7 +66,7 @@ def train(
     with PreemptionGuard() as guard:
         workdir = paths.folder_to_write("--workdir", workdir)
         distributed.wait_for_others("started")
-        if finished := stored_result(config, workdir):
+        if finished := stored_result(config, workdir, init_from):
             say("\n".join(finished))
             return Outcome.DONE
         run = prepare_run(config, workdir, init_from)
@@ -131,7 +131,7 @@ def remember(run: Run, init_from: str | os.PathLike | None) -> tuple[Run, inheri
     Raises:
       ConfigError, ResumeRefused: see `inherit.find_source`; or the run at hand began with other weights.
     """
-    asked = None if init_from is None else str(paths.local_folder("--init_from", init_from))
+    asked = asked_source(init_from)
     saved = None
     if (run.workdir / CHECKPOINTS).is_dir():
         with Checkpointer(run.workdir / CHECKPOINTS, read_only=True) as checkpointer:
@@ -149,6 +149,11 @@ def remember(run: Run, init_from: str | os.PathLike | None) -> tuple[Run, inheri
             "leave the flag out to go on, or use another workdir"
         )
     return dataclasses.replace(run, init_from=began, seconds_before=seconds), None
+
+
+def asked_source(init_from: str | os.PathLike | None) -> str | None:
+    """The workdir in --init_from, as checkpoints and results name it."""
+    return None if init_from is None else str(paths.local_folder("--init_from", init_from))
 
 
 def restore_or_init(
@@ -277,9 +282,9 @@ def has_eval(run: Run, step: int) -> bool:
     return from_process_0(found)
 
 
-def stored_result(config: Config, workdir: pathlib.Path) -> list[str]:
+def stored_result(config: Config, workdir: pathlib.Path, init_from: str | os.PathLike | None = None) -> list[str]:
     """What the end of this very run said; [] unless it is finished. Process 0 wrote it, so it answers for all."""
-    lines = result.stored_lines(config, workdir) if jax.process_index() == 0 else []
+    lines = result.stored_lines(config, workdir, asked_source(init_from)) if jax.process_index() == 0 else []
     return lines or [""] * from_process_0(bool(lines))
 
 

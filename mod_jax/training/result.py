@@ -14,8 +14,10 @@ from mod_jax import config as config_lib
 from mod_jax import outputs
 from mod_jax.config import Config
 from mod_jax.evaluation import tables
+from mod_jax.paths import writing
 
 FILE = "result.json"
+NEEDED = {"finished", "fingerprint", "config"}  # of what is read here, beside what `describe` shows
 
 
 def write(workdir: pathlib.Path, contents: dict[str, Any]) -> None:
@@ -29,25 +31,38 @@ def write(workdir: pathlib.Path, contents: dict[str, Any]) -> None:
 
 
 def remove(workdir: pathlib.Path) -> None:
-    """Takes the mark away, before a finished run goes on."""
-    (workdir / FILE).unlink(missing_ok=True)
+    """Takes the mark away, before a finished run goes on.
+
+    Raises:
+      StorageError: it cannot be taken away.
+    """
+    with writing(workdir / FILE):
+        (workdir / FILE).unlink(missing_ok=True)
 
 
 def read(workdir: pathlib.Path) -> dict[str, Any] | None:
-    """The result of a finished run; None where there is none, or none that can be read."""
+    """The result of a finished run; None where there is none, or none that is whole."""
     try:
         stored = json.loads((workdir / FILE).read_text(encoding="utf-8"))
         evaluation = {name: outputs.NON_FINITE.get(value, value) for name, value in stored["evaluation"].items()}
-        return stored | {"evaluation": evaluation}
+        stored = stored | {"evaluation": evaluation}
+        describe(stored, workdir)  # what cannot be shown is not what `write` wrote
+        return stored if stored.keys() >= NEEDED and isinstance(stored["config"], dict) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def stored_lines(config: Config, workdir: pathlib.Path) -> list[str]:
-    """What the end of this very run said; [] unless it is finished and everything that it left is still there."""
+def stored_lines(config: Config, workdir: pathlib.Path, init_from: str | None = None) -> list[str]:
+    """What the end of this very run said; [] unless it is finished and everything that it left is still there.
+
+    Args:
+      init_from: the workdir whose weights the run is asked to have begun with; None: not asked.
+    """
     stored = read(workdir)
     if stored is None or stored["fingerprint"] != config_lib.fingerprint(config):
         return []
+    if init_from is not None and init_from != (stored.get("init_from") or {}).get("workdir"):
+        return []  # another run, which is refused once its checkpoints are read
     if not ((workdir / "report" / "loss.png").exists() and (workdir / "checkpoints" / str(stored["step"])).exists()):
         return []
     lines = [f"FINISHED {stored['finished']}, printed from {workdir / FILE}: nothing was prepared or computed"]

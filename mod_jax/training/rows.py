@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from mod_jax.errors import ConfigError
+from mod_jax.errors import ConfigError, StorageError
 from mod_jax.outputs import NON_FINITE, plain, to_json
 from mod_jax.paths import writing
 from mod_jax.training.trackers import TRACKERS
@@ -111,11 +111,18 @@ class MetricWriter:
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, in the order written; "NaN", "Infinity" and "-Infinity" become floats again."""
-    return [
-        {name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
-        for _, row in _parse(pathlib.Path(path))
-    ]
+    """The rows of a metrics.jsonl, in the order written; "NaN", "Infinity" and "-Infinity" become floats again.
+
+    Raises:
+      StorageError: it is not there, or cannot be read.
+    """
+    try:
+        return [
+            {name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
+            for _, row in _parse(pathlib.Path(path))
+        ]
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _parse(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -52,8 +52,10 @@ def test_a_budget_changes_what_sampling_spends(build, tools):
 
 def test_what_cannot_be_budgeted_is_refused(build, tools):
     batches = batches_of(tools)
-    for bad in (0.0, 1.5, -1.0, float("nan"), (0.5,)):
+    for bad in (0.0, 1.5, -1.0, float("nan"), (0.5,), "0.5", None, ("a", 0.5)):
         with pytest.raises(RequestError, match="capacity"):
             calibrate(build(), bad, batches)
     with pytest.raises(ConfigError, match="no cut-offs"):
         calibrate(build(**{"model.layout": "F", "routing.aux_weight": 0.0}), 0.5, batches)
+    with pytest.raises(ConfigError, match="no cut-offs"):  # those of experts that choose are of another kind
+        calibrate(build(**{"model.layout": "E", "routing.aux_weight": 0.0, "experts.choice": "expert"}), 0.5, batches)

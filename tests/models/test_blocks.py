@@ -327,7 +327,7 @@ def test_stochastic_scores_belong_to_the_key_of_the_row(tiny_config):
     swapped = run(params, x, tokens, Choice("topk", keys_B=keys[::-1]))[1].router_logits_BT
     np.testing.assert_array_equal(swapped, scores[::-1])
     assert np.abs(scores[0] - scores[1]).max() > 0.1
-    with pytest.raises(ValueError, match="needs row_keys_B"):
+    with pytest.raises(ValueError, match=r"needs Choice\.keys_B"):
         run(params, x, tokens)
 
 

@@ -80,6 +80,10 @@ def test_the_same_command_goes_on_and_other_weights_are_refused(dense, tmp_path)
     quietly(loop.train, config, tmp_path / "run", init_from=dense)
     _, output = quietly(loop.train, longer, tmp_path / "run", init_from=dense, extend=True)
     assert "RESUMED step 2 of 3" in output
+    _, output = quietly(loop.train, longer, tmp_path / "run", init_from=dense)
+    assert "FINISHED" in output
+    with pytest.raises(ResumeRefused, match=r"has begun, with the weights of .*dense"):  # finished as it is
+        quietly(loop.train, longer, tmp_path / "run", init_from=tmp_path)
     with pytest.raises(ResumeRefused, match=r"has begun, with the weights of .*dense"):
         quietly(loop.train, make_run_config(**{"train.steps": 4}), tmp_path / "run", init_from=tmp_path, extend=True)
     with pytest.raises(ResumeRefused, match="has begun, with weights of its own"):
@@ -92,6 +96,8 @@ def test_the_same_command_goes_on_and_other_weights_are_refused(dense, tmp_path)
         ({"model.depth": 4}, "model.depth: 2 -> 4"),
         ({"model.width": 32}, "model.width: 16 -> 32"),
         ({"model.vocab_size": 300}, "model.vocab_size: 257 -> 300"),
+        ({"model.layout": "FE"}, "model.layout: 'F' -> 'FE'"),
+        ({"model.layout": "Fa"}, "model.layout: 'F' -> 'Fa'"),
         ({"model.activation": "gelu"}, "model.activation: 'relu_squared' -> 'gelu'"),
     ],
 )

@@ -24,7 +24,7 @@ from mod_jax.config import make_config
 from mod_jax.errors import ConfigError, NumericsError, ResumeRefused
 from mod_jax.models import flops
 from mod_jax.training import dry_run as dry_run_module
-from mod_jax.training import loop, prepare
+from mod_jax.training import loop, prepare, result
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.dry_run import dry_run
 from mod_jax.training.loop import Outcome, train
@@ -188,6 +188,25 @@ def test_a_finished_run_prints_its_stored_result_and_computes_nothing(copied, fi
         for changes, error in (({}, AssertionError), ({"seed": 1}, AssertionError)):
             with pytest.raises(error):
                 quietly(train, make_run_config(**changes), copied)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda stored: [],
+        lambda stored: {"evaluation": {}},
+        lambda stored: {name: value for name, value in stored.items() if name != "fingerprint"},
+        lambda stored: stored | {"config": []},
+        lambda stored: stored | {"tokens": "many"},
+        lambda stored: stored | {"step": None},
+        lambda stored: stored | {"evaluation": stored["evaluation"] | {"eval/topk_loss": "low"}},
+    ],
+)
+def test_a_result_that_was_edited_until_it_says_nothing_counts_as_none(copied, edit):
+    stored = json.loads((copied / "result.json").read_text())
+    assert result.stored_lines(make_run_config(), copied)
+    (copied / "result.json").write_text(json.dumps(edit(stored)))
+    assert result.read(copied) is None or result.stored_lines(make_run_config(), copied) == []
 
 
 def test_the_result_is_written_last_and_says_what_the_run_was(finished, copied):

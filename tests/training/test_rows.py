@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mod_jax.errors import StorageError
 from mod_jax.training.console import Console
 from mod_jax.training.rows import MetricWriter, read_metrics
 from mod_jax.tuning import Peak
@@ -30,6 +31,11 @@ def test_rows_come_back_as_written(tmp_path):
     assert math.isnan(second["train/loss"])
     assert second["train/grad_norm"] == -math.inf
     assert second["train/z"] == 0.5
+
+
+def test_rows_that_were_deleted_are_a_named_error(tmp_path):
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be read \(No such file"):
+        read_metrics(tmp_path / "metrics.jsonl")
 
 
 def test_every_line_is_strict_json(tmp_path):
