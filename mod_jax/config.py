@@ -233,11 +233,12 @@ class MeshConfig:
 
 
 # What a letter of `model.layout` stands for: the block's mixer and its channel (see `models.blocks`), None without one.
+# They are named and not imported, for a config is read before JAX starts. Lower case, the class names the parameters.
 LETTERS: dict[str, tuple[str | None, str | None]] = {
-    "F": ("attention", "mlp"),
-    "A": ("attention", None),
-    "M": (None, "mlp"),
-    "E": ("attention", "experts"),
+    "F": ("mod_jax.models.attention.Attention", "mod_jax.models.mlp.MLP"),
+    "A": ("mod_jax.models.attention.Attention", None),
+    "M": (None, "mod_jax.models.mlp.MLP"),
+    "E": ("mod_jax.models.attention.Attention", "mod_jax.models.moe.Experts"),
 }
 ROUTED = {"R": "F"}  # what other letters stand for, routed; a lower-case letter is its upper case, routed
 
@@ -260,6 +261,10 @@ class BlockSpec:
     @property
     def channel(self) -> str | None:
         return LETTERS[unrouted(self.kind)][1]
+
+    @property
+    def has_experts(self) -> bool:
+        return self.channel == LETTERS["E"][1]
 
 
 def is_routed(kind: str) -> bool:
@@ -309,7 +314,7 @@ class Config:
     @property
     def expert_depths(self) -> tuple[int, ...]:
         """Depth of each block with experts, in order."""
-        return tuple(i for i, block in enumerate(self.blocks) if block.channel == "experts")
+        return tuple(i for i, block in enumerate(self.blocks) if block.has_experts)
 
     @property
     def experts_choose(self) -> bool:

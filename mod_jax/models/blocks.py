@@ -14,7 +14,7 @@ Both kinds are called alike,
     x_BTD, memory, record = block(x_BTD, tokens, memory, choice, dispatch)
 
 and nobody outside `make_block` asks what is inside. To add a kind of block: write its mixer or channel in a file of its
-own, enter it in `MIXERS` or `CHANNELS`, and give it a letter in `config.LETTERS`.
+own, and give it a letter in `config.LETTERS` (see docs/extending.md, as for a gate or a score).
 
 Vocabulary: B rows, T positions, C slots (tokens that a routed block computes on), D width, L routed blocks. A *score*
 is the router's raw float32 number per token; the *gate* is the weight multiplied on the block's update; *selected*
@@ -23,6 +23,7 @@ tokens go through the block, *bypassed* ones leave it bit for bit as they came.
 
 import dataclasses
 import math
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -34,11 +35,8 @@ from jax.ad_checkpoint import checkpoint_name
 from mod_jax import routing
 from mod_jax.config import BlockSpec, Config
 from mod_jax.errors import ConfigError
-from mod_jax.models.attention import Attention
 from mod_jax.models.layers import RMSNorm, inverse_rms, normal
 from mod_jax.models.memory import Memory, Seen, Tokens
-from mod_jax.models.mlp import MLP
-from mod_jax.models.moe import Experts
 from mod_jax.sharding import param
 
 CAUSAL_SELECTIONS = ("router", "predictor", "threshold")
@@ -75,8 +73,9 @@ class Channel(Protocol):
         """(what is added to each token, [B, T, D]; the record). `choice` tells the training rule from causal ones."""
 
 
-MIXERS: dict[str, type[Mixer]] = {"attention": Attention}
-CHANNELS: dict[str, type[Channel]] = {"mlp": MLP, "experts": Experts}
+def part(place: str) -> Any:
+    """The class of a mixer or channel, from its place in `config.LETTERS`."""
+    return pkgutil.resolve_name(place)
 
 
 def make_block(config: Config, spec: BlockSpec, rngs: nnx.Rngs) -> "Block | Routed":
@@ -176,18 +175,19 @@ class Record(NamedTuple):
 class Block(nnx.Module):
     """Pre-norm mixer and channel. `update` is f in x + f(x): m = mixer(norm(x)), plus channel(norm(x + m)).
 
-    Parts are stored under their own names ("attention", "mlp"), so that a checkpoint says what it holds.
+    Parts are stored under the names of their classes ("attention", "mlp"), so that a checkpoint says what it holds.
     """
 
     routed = False
 
     def __init__(self, config: Config, spec: BlockSpec, rngs: nnx.Rngs):
-        self.names = spec.mixer, spec.channel
-        self.has_experts = spec.channel == "experts"
-        for name, kinds in zip(self.names, (MIXERS, CHANNELS), strict=True):
-            if name is not None:
+        places = spec.mixer, spec.channel
+        self.names = tuple(place and place.split(".")[-1].lower() for place in places)
+        self.has_experts = spec.has_experts
+        for name, place in zip(self.names, places, strict=True):
+            if place is not None:
                 setattr(self, f"{name}_norm", RMSNorm(config.model.width, rngs))
-                setattr(self, name, kinds[name](config, rngs))
+                setattr(self, name, part(place)(config, rngs))
 
     def ask(self, x_BTD: jax.Array, tokens: Tokens) -> tuple[Any, Any]:
         """The first half of `update`, before the memory: the mixer's (query, item) of each token."""
@@ -219,25 +219,35 @@ class Block(nnx.Module):
         return x_BTD + update_BTD, memory, Record(None, record)
 
 
+def router_width(config: Config) -> int:
+    """How many numbers of each token the router's linear map reads; 0 where a score has no map."""
+    return {"stochastic": 0}.get(config.routing.score, config.model.width)
+
+
 class Router(nnx.Module):
     """Gives each token one raw float32 score: a linear map without bias (the paper's "Routing implementation").
 
     With `routing.score` "position" the map reads sinusoids of the position in place of the token; "frozen" stops its
     gradient; "stochastic" has no parameters and draws Gaussian noise, fresh per row, block and step.
 
-    To add a kind of score: name it in `RoutingConfig.score`, compute it here, say in `Routed` whether the input's
-    scale applies and what the gate is, and count it in `models/flops.py`.
+    To add a kind of score: name it in `RoutingConfig.score`, say in `router_width` how much of a token it reads, and
+    here what.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.kind = config.routing.score
-        if self.kind != "stochastic":
-            D = config.model.width
+        if D := router_width(config):
             init = normal(config.routing.router_init_scale * D**-0.5)
             self.weight_D = param(rngs, (D,), (None,), init, group="router")
 
-    def __call__(self, input_BTD: jax.Array, positions_BT: jax.Array, keys_B: jax.Array | None) -> jax.Array:
-        """float32 scores [B, T] from the router's float32 input; `keys_B` only for "stochastic"."""
+    def __call__(
+        self, input_BTD: jax.Array, scale_BT: jax.Array, positions_BT: jax.Array, keys_B: jax.Array | None
+    ) -> jax.Array:
+        """float32 scores [B, T] from the router's float32 input scale_BT * input_BTD; `keys_B` only for "stochastic".
+
+        A linear map commutes with each token's scale, so normalised tokens are never written to memory: for a small C
+        that would cost a fifth of the block.
+        """
         if self.kind == "stochastic":
             if keys_B is None:
                 raise ValueError("routing.score = 'stochastic' needs Choice.keys_B, one random key per row")
@@ -246,10 +256,10 @@ class Router(nnx.Module):
         if self.kind == "frozen":
             weight_D = jax.lax.stop_gradient(weight_D)
         if self.kind == "position":
-            input_BTD = _sinusoids(positions_BT, weight_D.shape[0])
+            input_BTD, scale_BT = _sinusoids(positions_BT, weight_D.shape[0]), jnp.ones_like(scale_BT)
         B, T, D = input_BTD.shape
         scores_M = jnp.dot(input_BTD.reshape(B * T, D), weight_D, precision=jax.lax.Precision.HIGHEST)
-        return scores_M.reshape(B, T)
+        return scores_M.reshape(B, T) * scale_BT
 
 
 def predictor_hidden(width: int) -> int:
@@ -276,6 +286,15 @@ class Predictor(nnx.Module):
         input_MD, scale_M1 = jax.lax.stop_gradient((input_BTD.reshape(B * T, D), scale_BT.reshape(B * T, 1)))
         hidden_MP = jax.nn.relu(scale_M1 * (input_MD @ self.up_DP[...]) + self.up_bias_P[...][None])
         return (hidden_MP @ self.down_P[...] + self.down_bias_1[...]).reshape(B, T)
+
+
+# What a token's score makes of its weight, of each token alone. "one" belongs to scores that are not trained.
+GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "one": jnp.ones_like,
+    "raw": lambda scores_BT: scores_BT,
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": lambda scores_BT: 1.0 + jnp.tanh(scores_BT),
+}
 
 
 class Routed(nnx.Module):
@@ -326,28 +345,18 @@ class Routed(nnx.Module):
         self, x_BTD: jax.Array, tokens: Tokens, keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """Router scores and predictor logits, float32 [B, T], from the block's input."""
-        # A linear map commutes with each token's scale, so normalised tokens are never written to memory: for a small
-        # C that would cost a fifth of the block.
         input_BTD = x_BTD.astype(jnp.float32)
         scale_BT = inverse_rms(input_BTD) if self.input_kind == "normed" else jnp.ones(x_BTD.shape[:2], jnp.float32)
-        scores_BT = self.router(input_BTD, tokens.positions_BT, keys_B)
-        if self.router.kind in ("learned", "frozen"):
-            scores_BT = scores_BT * scale_BT
+        scores_BT = self.router(input_BTD, scale_BT, tokens.positions_BT, keys_B)
         return scores_BT, None if self.predictor is None else self.predictor(input_BTD, scale_BT)
 
     def gate(self, scores_BT: jax.Array, tokens: Tokens) -> jax.Array:
         """Weight on each token's update, float32 [B, T]."""
-        if self.gate_kind == "one":
-            return jnp.ones_like(scores_BT)
-        if self.gate_kind == "sigmoid":
-            return jax.nn.sigmoid(scores_BT)
-        if self.gate_kind == "tanh":
-            return 1.0 + jnp.tanh(scores_BT)
         if self.gate_kind == "softmax":  # over the row: not causal, for ablation only
             # A finite lowest score: a row of nothing but padding would be NaN, and so would its gradient.
             scores_BT = jnp.where(tokens.segments_BT > 0, scores_BT, jnp.finfo(jnp.float32).min)
             return jax.nn.softmax(scores_BT, axis=-1) * scores_BT.shape[-1]
-        return scores_BT
+        return GATES[self.gate_kind](scores_BT)
 
     def cutoff(self, scores_BT: jax.Array, selected_BT: jax.Array, tokens: Tokens) -> jax.Array:
         """The cut-off that keeps as many tokens of each row: its C-th largest score. [B].

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from mod_jax import routing
 from mod_jax.config import BlockSpec, Config, unrouted
 from mod_jax.models import moe
-from mod_jax.models.blocks import CHANNELS, MIXERS, predictor_hidden
+from mod_jax.models.blocks import part, predictor_hidden, router_width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +45,16 @@ def block_flops(config: Config, spec: BlockSpec, num_tokens: float, causal_half:
 
 def part_flops(config: Config, spec: BlockSpec, num_tokens: float, num_pairs: float) -> tuple[float, float]:
     """The sum over mixer and channel of (products with weights, what is done for each pair of tokens)."""
-    kinds = [table[name] for table, name in ((MIXERS, spec.mixer), (CHANNELS, spec.channel)) if name is not None]
-    parts = [kind.flops(config, num_tokens, num_pairs) for kind in kinds]
+    places = [place for place in (spec.mixer, spec.channel) if place is not None]
+    parts = [part(place).flops(config, num_tokens, num_pairs) for place in places]
     return sum(linear for linear, _ in parts), sum(of_pairs for _, of_pairs in parts)
 
 
 def head_flops(config: Config, num_tokens: float) -> tuple[float, float]:
     """(router, predictor) FLOPs of one routed block that decides about so many tokens, forward."""
-    D, routed = config.model.width, config.routing
-    router = 2 * num_tokens * D if routed.score != "stochastic" else 0
-    return router, 2 * num_tokens * predictor_hidden(D) * (D + 1) if routed.predictor else 0
+    D = config.model.width
+    predictor = 2 * num_tokens * predictor_hidden(D) * (D + 1) if config.routing.predictor else 0
+    return 2 * num_tokens * router_width(config), predictor
 
 
 def forward_flops(
@@ -93,7 +93,7 @@ def forward_flops(
             block_router, block_predictor = head_flops(config, T)
             router, predicted = router + block_router, predicted + block_predictor * predictor
         block_linear, block_attention = block_flops(config, block, tokens, causal_half)
-        if block.channel == "experts" and mlps is not None:
+        if block.has_experts and mlps is not None:
             block_linear += (next(mlps) - moe.expected_mlps(config)) * moe.mlp_flops(config, tokens)
         linear, attention = linear + block_linear, attention + block_attention
     return Flops(linear, attention, router, predicted, 2 * T * D * vocab_size if unembed else 0.0)

@@ -15,7 +15,7 @@ from flax import nnx
 
 from mod_jax import routing
 from mod_jax.config import Config
-from mod_jax.models.blocks import MIXERS
+from mod_jax.models.blocks import part
 from mod_jax.models.memory import EMPTY, Memory, Present, Slots, make_tokens
 
 SLACK = 1.08  # over the expected count: with half of the blocks routed at 12.5 %, 0.57 of a dense model's memory
@@ -62,13 +62,13 @@ def init_cache(config: Config, batch_size: int, slots: tuple[int, ...]) -> Cache
 
 @functools.cache
 def _item(config: Config, mixer: str) -> Any:
-    """Shapes and dtypes of what one token leaves behind in a mixer of this kind, [1, ..., 1, H]."""
+    """Shapes and dtypes of what one token leaves behind in this mixer, [1, ..., 1, H]."""
 
     def leave():
         m = config.model
         one_11 = jnp.ones((1, 1), jnp.int32)
         tokens = make_tokens(one_11, one_11, m.head_dim, m.rope_base)
-        return MIXERS[mixer](config, nnx.Rngs(params=0)).ask(jnp.zeros((1, 1, m.width), m.dtype), tokens)[1]
+        return part(mixer)(config, nnx.Rngs(params=0)).ask(jnp.zeros((1, 1, m.width), m.dtype), tokens)[1]
 
     return jax.eval_shape(leave)
 

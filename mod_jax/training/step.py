@@ -6,6 +6,7 @@ T positions, L routed blocks.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from mod_jax.config import Config
-from mod_jax.models.blocks import Choice, Record
+from mod_jax.models.blocks import Choice, Record, RoutingRecord
 from mod_jax.models.model import Model, Weights
 from mod_jax.models.moe import ExpertRecord
 from mod_jax.training.finite import finite_parts
@@ -50,6 +51,12 @@ class ExpertSums(NamedTuple):
     cutoff_rows_LA: jax.Array
 
 
+# Metrics per routed block that are means over its selected tokens: from the record, [L, B, T] what each token adds.
+OF_SELECTED: dict[str, Callable[[RoutingRecord], jax.Array]] = {
+    "routing/gate_mean": lambda record: record.gate_BT,
+}
+
+
 class StepSums(NamedTuple):
     """What micro-batches add up."""
 
@@ -57,7 +64,7 @@ class StepSums(NamedTuple):
     selected_L: jax.Array
     update_square_L: jax.Array
     residual_square_L: jax.Array
-    gate_L: jax.Array  # over selected tokens
+    of_selected: dict[str, jax.Array]  # as in `OF_SELECTED`
     cutoff_L: jax.Array  # over rows
     rows: jax.Array
     finite_L3: jax.Array  # number of micro-batches with finite router scores, predictor logits, update
@@ -165,7 +172,7 @@ def _step_sums(losses: LossSums, record: Record) -> StepSums:
     if routing is None:
         none_L, one = jnp.zeros(0, jnp.float32), jnp.ones((), jnp.float32)
         finite_L3 = jnp.zeros((0, 3), jnp.float32)
-        return StepSums(losses, none_L, none_L, none_L, none_L, none_L, one, finite_L3, experts)
+        return StepSums(losses, none_L, none_L, none_L, {}, none_L, one, finite_L3, experts)
     scores_LBT, predictions_LBT = routing.router_logits_BT, routing.predictor_logits_BT
     predictions_LBT = scores_LBT if predictions_LBT is None else predictions_LBT
     finite_3L = [
@@ -179,7 +186,10 @@ def _step_sums(losses: LossSums, record: Record) -> StepSums:
         selected_L=jnp.sum(routing.selected_BT, axis=(1, 2), dtype=jnp.float32),
         update_square_L=routing.update_square_sum,
         residual_square_L=routing.residual_square_sum,
-        gate_L=jnp.sum(jnp.where(routing.selected_BT, routing.gate_BT, 0.0), axis=(1, 2)),
+        of_selected={
+            name: jnp.sum(jnp.where(routing.selected_BT, value(routing), 0.0), axis=(1, 2))
+            for name, value in OF_SELECTED.items()
+        },
         cutoff_L=jnp.sum(jnp.where(has_selected_LB, routing.cutoff_B, 0.0), axis=1),
         rows=jnp.sum(has_selected_LB[0], dtype=jnp.float32),
         finite_L3=jnp.stack(finite_3L, axis=1).astype(jnp.float32),
@@ -216,8 +226,8 @@ def _metrics(
         metrics |= {
             "routing/topk_fraction": sums.selected_L / num_tokens,
             "routing/update_ratio": jnp.sqrt(sums.update_square_L / jnp.maximum(sums.residual_square_L, 1e-30)),
-            "routing/gate_mean": sums.gate_L / selected_L,
         }
+        metrics |= {name: total_L / selected_L for name, total_L in sums.of_selected.items()}
         if config.routing.predictor:
             metrics["train/predictor_loss"] = sums.losses.predictor / num_tokens / config.num_routed
         metrics["train/aux_loss"] = sums.losses.aux / num_tokens / config.num_routed

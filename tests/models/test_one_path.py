@@ -16,7 +16,7 @@ from flax import nnx
 from mod_jax import config as config_lib
 from mod_jax import sharding
 from mod_jax.config import Config
-from mod_jax.models import blocks
+from mod_jax.models import mlp
 from mod_jax.models.blocks import Choice
 from mod_jax.models.decoder import by_depth, from_depth
 from mod_jax.models.layers import dense, normal
@@ -53,9 +53,8 @@ class CausalMean(nnx.Module):
 
 @pytest.fixture(autouse=True)
 def causal_mean(monkeypatch):
-    """The two lines that add a kind of block: its class, and a letter. `C` is whole, `c` routed."""
-    monkeypatch.setitem(blocks.MIXERS, "causal_mean", CausalMean)
-    monkeypatch.setitem(config_lib.LETTERS, "C", ("causal_mean", "mlp"))
+    """The line that adds a kind of block: a letter. `C` is whole, `c` routed."""
+    monkeypatch.setitem(config_lib.LETTERS, "C", (f"{__name__}.CausalMean", "mod_jax.models.mlp.MLP"))
 
 
 # Cached and uncached
@@ -207,7 +206,7 @@ class Report(NamedTuple):
     of_tokens: tuple = ()
 
 
-class ReportingMLP(blocks.CHANNELS["mlp"]):
+class ReportingMLP(mlp.MLP):
     """A channel that counts the tokens that are there, and sums the squares of what it gives them."""
 
     def __call__(self, x_BTD, tokens, choice):
@@ -217,7 +216,7 @@ class ReportingMLP(blocks.CHANNELS["mlp"]):
 
 
 def test_what_a_channel_reports_comes_out_of_every_stack_in_order_of_depth(monkeypatch):
-    monkeypatch.setitem(blocks.CHANNELS, "mlp", ReportingMLP)
+    monkeypatch.setattr(mlp, "MLP", ReportingMLP)
     tokens_BT = np.random.default_rng(0).integers(1, 32, (2, 16)).astype(np.int32)
 
     def run(**changes):
@@ -283,7 +282,7 @@ def train(config, num_devices):
 def test_a_new_kind_trains_and_shards():
     alone, params = train(config_lib.make_config(**NEW), 1)
     assert alone[-1] < alone[0] - 0.2
-    assert "causal_mean" in params["units"]["blocks"][1]["block"]
+    assert "causalmean" in params["units"]["blocks"][1]["block"]
     meshed = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
     together, _ = train(config_lib.make_config(**NEW, **meshed), 8)
     np.testing.assert_allclose(together, alone, rtol=1e-4)
