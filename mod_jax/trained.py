@@ -226,7 +226,7 @@ def causal_selection(config: Config, selection: str | None = None) -> str:
             "topk": " looks at the future",
             "router": " was not trained (routing.aux_weight = 0)",
             "predictor": " was not trained (routing.predictor = False)",
-        }.get(selection, " does not exist")
+        }.get(str(selection), " does not exist")
         raise ConfigError(f"selection = {selection!r}:{why}; this run has {', '.join(trained)}")
     return selection
 

@@ -117,7 +117,7 @@ def gate_lines(model: TrainedModel, evaluator: Evaluator) -> list[str]:
     Raises:
       CausalityError: if a causal selection fails.
     """
-    if not model.config.num_routed:
+    if not model.config.num_routed and not model.config.causal_selections:
         return []
     lines = []
     for selection in model.config.causal_selections:
@@ -126,7 +126,9 @@ def gate_lines(model: TrainedModel, evaluator: Evaluator) -> list[str]:
     moved = evaluator.prefix_movement(model.weights, "topk")
     if moved > CAUSALITY_TOLERANCE[model.config.model.dtype]:
         return [*lines, f"causality gate: topk fails, as it must: {moved:.1e}"]
-    if all(block.capacity == 1.0 for block in model.config.blocks):
+    if not model.config.num_routed and not model.config.experts_choose:
+        why = "when tokens choose their experts, who is dropped depends on what came before alone"
+    elif model.config.num_routed and all(block.capacity == 1.0 for block in model.config.blocks):
         why = "at capacity 1 every token is selected, whatever comes later"
     elif model.config.routing.score in ("stochastic", "position"):
         why = f"scores of routing.score = {model.config.routing.score!r} do not depend on the text"

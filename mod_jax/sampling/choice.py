@@ -58,12 +58,12 @@ class Options:
     def __post_init__(self):
         _check_number("temperature", self.temperature, "a finite number >= 0", lambda x: x >= 0)
         _check_number("top_p", self.top_p, "a number in (0, 1]", lambda x: 0 < x <= 1)
-        _check_integer("seed", self.seed, f"an integer in [0, {2**31 - 1}]", lambda x: 0 <= x < 2**31)
+        check_integer("seed", self.seed, f"an integer in [0, {2**31 - 1}]", lambda x: 0 <= x < 2**31)
         if self.top_k is not None:
-            _check_integer("top_k", self.top_k, "None (all tokens) or an integer >= 1", lambda x: x >= 1)
+            check_integer("top_k", self.top_k, "None (all tokens) or an integer >= 1", lambda x: x >= 1)
         if self.max_new_tokens is not None:
             expected = "None (up to the context) or an integer >= 1"
-            _check_integer("max_new_tokens", self.max_new_tokens, expected, lambda x: x >= 1)
+            check_integer("max_new_tokens", self.max_new_tokens, expected, lambda x: x >= 1)
         if isinstance(self.stop_tokens, str | bytes) or not isinstance(self.stop_tokens, Sequence | np.ndarray):
             raise RequestError(f"stop_tokens = {shown(self.stop_tokens)}: must be a list of token ids")
         if isinstance(self.stop_strings, str | bytes) or not isinstance(self.stop_strings, Sequence):
@@ -201,6 +201,7 @@ def _check_number(name, value, expected, allowed) -> None:
         raise RequestError(f"{name} = {shown(value)}: must be {expected}")
 
 
-def _check_integer(name, value, expected, allowed) -> None:
+def check_integer(name, value, expected, allowed) -> None:
+    """Raises RequestError unless `value` is an integer, and `allowed(value)`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not allowed(value):
         raise RequestError(f"{name} = {shown(value)}: must be {expected}")

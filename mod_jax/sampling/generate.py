@@ -20,7 +20,7 @@ import numpy as np
 from mod_jax.errors import CacheOverflowError, RequestError
 from mod_jax.models.blocks import Choice
 from mod_jax.sampling import cache as cache_lib
-from mod_jax.sampling.choice import Options, make_knobs, make_options, row_keys, shown
+from mod_jax.sampling.choice import Options, check_integer, make_knobs, make_options, row_keys, shown
 from mod_jax.sampling.programs import GenerationState, Programs, Request, serving_stack
 from mod_jax.sampling.text import Completion, Prompt, Row, TextStream, encode_prompt, list_prompts
 from mod_jax.trained import TrainedModel, as_model, best_selection, causal_selection
@@ -105,7 +105,14 @@ class Sampler:
         )
 
     def describe(self, batch_size: int, num_positions: int | None = None) -> str:
-        """The selection and why it is this one, the memory of the caches, dense against routed; for a person."""
+        """The selection and why it is this one, the memory of the caches, dense against routed; for a person.
+
+        Raises:
+          RequestError: a size is no integer >= 1.
+        """
+        check_integer("batch_size", batch_size, "an integer >= 1", lambda x: x >= 1)
+        if num_positions is not None:
+            check_integer("num_positions", num_positions, "None (the context) or an integer >= 1", lambda x: x >= 1)
         positions = num_positions or self.config.model.context
         slots, rows = self._slots(positions), batch_bucket(batch_size)
         ours = cache_lib.cache_bytes(self.config, rows, slots)
@@ -136,6 +143,8 @@ class Sampler:
             ("batch_sizes", batch_sizes, math.inf),
             ("prompt_lengths", prompt_lengths, context - (max_new_tokens or 1)),
         ):
+            if not isinstance(sizes, Sequence | np.ndarray):
+                raise RequestError(f"{name} = {shown(sizes)}: must be a list of integers")
             for size in sizes:
                 if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size <= largest:
                     raise RequestError(f"{name}: {shown(size)} must be an integer in [1, {largest}]")

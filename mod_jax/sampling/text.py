@@ -24,7 +24,7 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, str | bytes | np.ndarray | Sequence):
         raise RequestError(f"prompts = {shown(prompts)}: must be text, token ids, or a list of such")
     if isinstance(prompts, np.ndarray):
-        is_one = prompts.ndim < 2 and prompts.dtype.kind not in "OSU"
+        is_one = prompts.ndim == 0 or (prompts.ndim == 1 and prompts.dtype.kind not in "OSU")
     else:
         is_one = isinstance(prompts, str | bytes) or (len(prompts) > 0 and _is_integer(prompts[0]))
     return [prompts] if is_one else list(prompts)

@@ -229,6 +229,8 @@ def test_restoring_from_python_is_quiet(workdir):
 
 COMBINATIONS = [
     {"model.layout": "F"},
+    {"model.layout": "E"},
+    {"model.layout": "E", "experts.choice": "expert"},
     {"routing.gate": "softmax", "routing.aux_weight": 0.1},
     {"routing.score": "stochastic", "routing.predictor": False},
     {"routing.score": "position", "routing.gate": "tanh", "routing.predictor": False},
@@ -239,7 +241,13 @@ COMBINATIONS = [
 
 @pytest.mark.parametrize("changes", COMBINATIONS, ids=lambda changes: " ".join(map(str, changes.values())))
 def test_every_kind_of_run_evaluates_its_top_k_loss_at_least(build, changes):
-    sizes = {"model.depth": 2, "data.eval_windows": 8, "train.batch_size": 4, "routing.aux_weight": 0.0}
+    sizes = {
+        "model.depth": 2,
+        "experts.count": 2,
+        "data.eval_windows": 8,
+        "train.batch_size": 4,
+        "routing.aux_weight": 0.0,
+    }
     model = build(**{**sizes, **changes})
     metrics, lines = finished.evaluate_run(model)
     text = "\n".join(lines)
@@ -248,7 +256,13 @@ def test_every_kind_of_run_evaluates_its_top_k_loss_at_least(build, changes):
     sampled = changes.get("routing.gate") != "softmax" and changes.get("routing.score") != "stochastic"
     assert ("paths agree" in text) == sampled
     assert ("no cached path to compare with: routing." in text) == (not sampled)
-    if not model.config.num_routed:
+    if changes.get("experts.choice") == "expert":
+        assert "threshold passed" in text
+        assert "topk fails, as it must" in text
+    elif changes.get("model.layout") == "E":
+        assert "all passed" in text
+        assert "who is dropped depends on what came before alone" in text
+    elif not model.config.num_routed:
         assert "gate" not in text
     elif changes.get("routing.capacity") == 1.0:
         assert "topk did NOT fail, " in text

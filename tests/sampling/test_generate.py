@@ -283,6 +283,13 @@ def test_paths_models_and_samplers_are_told_apart(build, sampler):
     for sizes in (dict(cutoffs_L=[0.1, 0.2]), dict(capacity_L=(0.5, 0.5)), dict(cutoffs_L=0.5)):
         with pytest.raises(RequestError, match=f"{next(iter(sizes))} = .*must be 1 numbers, one per routed block"):
             Sampler(model, "threshold", **sizes)
+    with pytest.raises(ConfigError, match=r"selection = \['router'\]: does not exist"):
+        Sampler(model, ["router"])
+    for sizes in (dict(batch_size=0), dict(batch_size=1.5), dict(batch_size=1, num_positions=-5)):
+        with pytest.raises(RequestError, match=f"{list(sizes)[-1]} = .*: must be .*an integer >= 1"):
+            sampler.describe(**sizes)
+    with pytest.raises(RequestError, match="batch_sizes = 3: must be a list of integers"):
+        sampler.warm_up(3)
 
 
 def test_ids_that_stand_for_nothing_are_never_chosen(build):
@@ -325,6 +332,7 @@ def test_requests_without_prompts_or_with_odd_ones(sampler):
         (3, "prompts = 3"),
         ([None], "prompt = None"),
         (["x", 3], r"prompts\[1\] = 3"),
+        (np.array("x"), "prompt = array"),
     ):
         with pytest.raises(RequestError, match=message):
             sampler.generate(bad)
