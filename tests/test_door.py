@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import mod_jax
+from mod_jax.errors import ConfigError
 from mod_jax.training import loop
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -22,6 +23,13 @@ def test_every_name_is_documented_with_its_arguments():
     assert set(mod_jax.__all__) == set(mod_jax._HOMES) <= set(dir(mod_jax))
     with pytest.raises(AttributeError, match="no attribute 'sampel'"):
         mod_jax.sampel  # noqa: B018
+
+
+def test_the_vocabulary_of_a_config_that_leaves_it_to_the_tokenizer_makes_no_model(tiny_config):
+    config = tiny_config()
+    for size in (config.model.vocab_size, -1, 2.5, "257"):
+        with pytest.raises(ConfigError, match=r"vocab_size = .*: must be an integer >= 1"):
+            mod_jax.make_model(config, size)
 
 
 def test_importing_the_package_starts_no_jax():

@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from mod_jax.config import Config
+from mod_jax.errors import ConfigError
 from mod_jax.models.blocks import TOPK, Choice
 from mod_jax.models.decoder import Decoder, ModelOutput
 
@@ -57,7 +58,14 @@ class Model(NamedTuple):
 
 
 def make_model(config: Config, vocab_size: int) -> Model:
-    """Describes the model without allocating it; `init()` makes the parameters as a pure nested dict."""
+    """Describes the model without allocating it; `init()` makes the parameters as a pure nested dict.
+
+    Raises:
+      ConfigError: `vocab_size`, the number of rows of the embedding table, is no integer >= 1.
+    """
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
+        tokenizers = "config.model.vocab_size is 0 where the tokenizer decides"
+        raise ConfigError(f"vocab_size = {vocab_size!r}: must be an integer >= 1; {tokenizers}")
 
     def build() -> Decoder:
         key = jax.random.fold_in(jax.random.key(config.seed), INIT_STREAM)
