@@ -69,5 +69,6 @@ def test_the_test_command_of_readme_is_the_one_that_ci_runs(declared):
     readme, script = ((ROOT / name).read_text() for name in ("README.md", ".ci/run"))
     extra, command = re.search(r"pip install -e '(\.\[test\])' && (\.venv/bin/python -m pytest.*)", readme).groups()
     assert f".venv/bin/pip install --quiet -e '{extra}'\n" in script
-    assert script.endswith(f"\nMOD_JAX_TESTS_SKIP_NOTHING=1 {command}\n")
+    assert "\nexport MOD_JAX_TESTS_SKIP_NOTHING=1\n" in script
+    assert script.endswith(f"\n{command} || {command} --last-failed --last-failed-no-failures=none\n")
     assert "libtpu" in declared("test")  # or the tests of plans would be skipped
