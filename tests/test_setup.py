@@ -38,8 +38,12 @@ def imported(*folders):
             if isinstance(node, ast.ImportFrom) and not node.level:
                 found.add(node.module.split(".")[0])
             if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "_import":
-                found.add(node.args[0].value)  # how trackers import theirs
-    siblings = {path.stem for path in paths} | {OWN_ENVIRONMENT.removesuffix(".py")}
+                found |= {
+                    argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)
+                }  # trackers
+    siblings = {name for path in paths for name in (path.stem, path.parent.name)} | {
+        OWN_ENVIRONMENT.removesuffix(".py")
+    }
     return found - set(sys.stdlib_module_names) - OURS - siblings
 
 
