@@ -17,8 +17,10 @@ def local_folder(name: str, value: str | os.PathLike) -> pathlib.Path:
       value: what they gave. A leading ~ is the home folder.
 
     Raises:
-      ConfigError: it is empty, in a bucket, or has characters that no file of ours can live with.
+      ConfigError: it is no path, empty, in a bucket, or has characters that no file of ours can live with.
     """
+    if not isinstance(value, str | bytes | os.PathLike):
+        raise ConfigError(f"{name} = {value!r}: must name a folder")
     text = os.fsdecode(value)
     if not text.strip():
         raise ConfigError(f"{name} = {text!r}: must name a folder")

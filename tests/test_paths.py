@@ -18,7 +18,7 @@ def test_a_bucket_is_no_local_folder(url, door, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", ["", "  ", "a\nb", "a\0b", b"\xff", "~nobody-of-this-name/x"])
+@pytest.mark.parametrize("text", ["", "  ", "a\nb", "a\0b", b"\xff", "~nobody-of-this-name/x", None, 3])
 def test_what_names_no_folder_is_refused(text):
     with pytest.raises(ConfigError, match=r"^--workdir = ") as refused:
         paths.local_folder("--workdir", text)

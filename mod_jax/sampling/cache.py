@@ -27,7 +27,7 @@ Cache = tuple[Memory, ...]  # by depth; `Present` where a block has no mixer, an
 
 def routed_slots(num_positions: int, capacity: float, growth: int = 0) -> int:
     """S of a routed block for rows of up to `num_positions` tokens; `growth` counts how often it had to grow."""
-    kept = routing.tokens_kept(num_positions, capacity)
+    kept = routing.tokens_kept(num_positions, capacity) if capacity > 0 else 1  # a tiny budget may select nobody
     slots = math.ceil(kept * SLACK * GROWTH**growth / SLOT_MULTIPLE) * SLOT_MULTIPLE
     return min(slots, num_positions)
 

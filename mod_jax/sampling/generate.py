@@ -60,10 +60,13 @@ class Sampler:
         if num_drafts and not model.config.num_routed:
             raise RequestError(f"num_drafts = {num_drafts}: a dense model has no routed blocks to leave out")
         self.config, self.tokenizer = model.config, model.tokenizer
-        for name, values_L in (("cutoffs_L", cutoffs_L), ("capacity_L", capacity_L)):
-            if values_L is not None and np.shape(values_L) != (model.config.num_routed,):
+        for name, values_L, kind, allowed in (
+            ("cutoffs_L", cutoffs_L, "numbers", lambda x_L: ~np.isnan(x_L)),
+            ("capacity_L", capacity_L, "numbers in [0, 1]", lambda x_L: (x_L >= 0) & (x_L <= 1)),
+        ):
+            if values_L is not None and not _are_numbers(values_L, model.config.num_routed, allowed):
                 raise RequestError(
-                    f"{name} = {shown(values_L)}: must be {model.config.num_routed} numbers, one per routed block"
+                    f"{name} = {shown(values_L)}: must be {model.config.num_routed} {kind}, one per routed block"
                 )
         if selection is None and model.config.num_routed:
             if cutoffs_L is not None:
@@ -342,6 +345,13 @@ def generate(
     elif selection not in (None, model.selection):
         raise RequestError(f"selection = {selection!r}: this sampler was made for {model.selection!r}")
     return model.generate(prompts, options, on_text=on_text, **changes)
+
+
+def _are_numbers(values, count: int, allowed: Callable[[np.ndarray], np.ndarray]) -> bool:
+    if np.shape(values) != (count,):
+        return False
+    array = np.asarray(values)
+    return count == 0 or (array.dtype.kind in "iuf" and bool(np.all(allowed(array))))
 
 
 def _pad(rows: list[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:

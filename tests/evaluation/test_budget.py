@@ -50,6 +50,14 @@ def test_a_budget_changes_what_sampling_spends(build, tools):
     assert spent[0] < 0.35 < 0.65 < spent[1]
 
 
+def test_a_budget_so_small_that_it_selects_nobody_samples(build, tools):
+    model = build()
+    shifted = calibrate(model, 1e-6, batches_of(tools))
+    assert shifted.capacity_L == (0.0, 0.0)
+    sampler = Sampler(model, "threshold", cutoffs_L=shifted.cutoffs_L, capacity_L=shifted.capacity_L)
+    assert len(sampler.generate("a", max_new_tokens=2, temperature=0)[0].tokens) == 2
+
+
 def test_what_cannot_be_budgeted_is_refused(build, tools):
     batches = batches_of(tools)
     for bad in (0.0, 1.5, -1.0, float("nan"), (0.5,), "0.5", None, ("a", 0.5)):

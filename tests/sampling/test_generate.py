@@ -1,6 +1,7 @@
 """Generation end to end on small models: what comes out equals the uncached model's choice, however it was run."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -280,8 +281,11 @@ def test_paths_models_and_samplers_are_told_apart(build, sampler):
         with pytest.raises(RequestError, match="model: must be a workdir or what restore"):
             Sampler(bad)
     assert sampler.log_likelihoods([]) == []
-    for sizes in (dict(cutoffs_L=[0.1, 0.2]), dict(capacity_L=(0.5, 0.5)), dict(cutoffs_L=0.5)):
-        with pytest.raises(RequestError, match=f"{next(iter(sizes))} = .*must be 1 numbers, one per routed block"):
+    for sizes in (
+        *(dict(cutoffs_L=bad) for bad in ([0.1, 0.2], 0.5, [math.nan], ["a"])),
+        *(dict(capacity_L=bad) for bad in ((0.5, 0.5), [-3.0], [9.0], [math.nan], ["a"])),
+    ):
+        with pytest.raises(RequestError, match=f"{next(iter(sizes))} = .*must be 1 numbers.*, one per routed block"):
             Sampler(model, "threshold", **sizes)
     with pytest.raises(ConfigError, match=r"selection = \['router'\]: does not exist"):
         Sampler(model, ["router"])
