@@ -20,6 +20,8 @@ from mod_jax.outputs import NON_FINITE, plain, to_json
 from mod_jax.paths import writing
 from mod_jax.training.trackers import TRACKERS
 
+MEASURED = ("train/", "eval/", "routing/", "experts/", "perf/")
+
 
 class MetricWriter:
     """Appends rows to `workdir/metrics.jsonl` and, if asked, to one tracker. Does nothing outside process 0."""
@@ -125,6 +127,19 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
         raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
 
 
+def _is_row(row: Any) -> bool:
+    """Whether it names its step, and what was measured is numbers: a file edited by hand must not end a run."""
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("step"), int)
+        and all(
+            isinstance(value, int | float) or (isinstance(value, str) and value in NON_FINITE)
+            for name, value in row.items()
+            if name.startswith(MEASURED)
+        )
+    )
+
+
 def _parse(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each line with its row. A half-written last line (a killed run) is passed over, others are announced."""
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -135,7 +150,7 @@ def _parse(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 row = json.loads(line)
             except ValueError:
                 row = None
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
+            if _is_row(row):
                 yield line, row
             else:
                 logging.warning("%s:%d is not a row of metrics, passed over: %.60r", path, number, line)

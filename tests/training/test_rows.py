@@ -76,10 +76,13 @@ def test_half_written_last_line_does_not_spoil_the_next_row(tmp_path, caplog, en
 
 def test_bad_line_in_the_middle_is_announced(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 10}\n\x00\x00\x00\n{"no_step": 1}\n{"step": 20}\n')
+    edited = ("low", [1.0], None)
+    lines = ['{"step": 10}', "\x00\x00\x00", '{"no_step": 1}', *(json.dumps({"step": 15, "eval/x": x}) for x in edited)]
+    path.write_text("\n".join([*lines, '{"step": 20, "note": "mine", "eval/x": "NaN"}\n']))
     assert _steps(tmp_path) == [10, 20]
     assert "metrics.jsonl:2" in caplog.text
     assert "metrics.jsonl:3" in caplog.text
+    assert "metrics.jsonl:6" in caplog.text
 
 
 def test_only_process_0_writes(tmp_path, monkeypatch):
