@@ -16,8 +16,8 @@ Models of equal training FLOPs, counted by the MLPs that a token is expected to 
   halfchosen  control: the same with slots for half of the tokens
 
 `:long` trains four times as long. `:paper` is the paper's setting in place of the laptop's (size 220m of
-`configs/paper.py`, 16 experts); not run by us. Hardware: two CPU cores, one to two minutes each. Expected numbers:
-`experiments/README.md`.
+`configs/paper.py`, 16 experts); not run by us. Hardware: two CPU cores, one to two minutes each. The comparison is
+not run yet, so there is no number to expect.
 """
 
 from mod_jax.config import default_config

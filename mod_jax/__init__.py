@@ -12,9 +12,9 @@ command, `python -m mod_jax.train`, since a run needs a workdir and has to survi
 >>> round(cost / whole, 2)  # of one forward pass
 0.58
 
-With the workdir of a run:
+With the workdir of a run, here a tiny one of 12 steps:
 
->>> model = mod_jax.restore("runs/mod")
+>>> model = mod_jax.restore("runs/tiny")
 >>> model.step
 12
 >>> [completion] = mod_jax.generate(model, "def ", max_new_tokens=8, seed=1)
@@ -23,7 +23,7 @@ With the workdir of a run:
 >>> sampler = mod_jax.Sampler(model, selection="threshold")  # compiled once, kept for many calls
 >>> len(sampler.generate(["import ", "class "], temperature=0, max_new_tokens=4))
 2
->>> metrics = mod_jax.evaluate_run("runs/mod").metrics
+>>> metrics = mod_jax.evaluate_run("runs/tiny").metrics
 >>> sorted(name for name in metrics if name.startswith("eval/causal_loss"))
 ['eval/causal_loss/predictor', 'eval/causal_loss/threshold']
 """

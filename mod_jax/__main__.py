@@ -2,6 +2,9 @@
 
 import ast
 import pathlib
+import sys
+
+from mod_jax.errors import ConfigError
 
 COMMANDS = ("train", "evaluate", "sample", "plan", "doctor")
 
@@ -13,5 +16,8 @@ def first_line(command: str) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1] not in ("--help", "-h", "--helpshort", "--helpfull"):
+        print(f"error: {sys.argv[1]!r}: commands are written python -m mod_jax.train", file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
     print("\n".join(first_line(command) for command in COMMANDS))
     print("Each explains its flags: python -m mod_jax.train --help")

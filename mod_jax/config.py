@@ -623,7 +623,8 @@ def _check_relations(values: dict[str, Any]) -> None:
     given = {name: values[name] for name in LENGTH_KEYS if values[name]}
     if len(given) != 1:
         found = ", ".join(f"{name} = {value:g}" for name, value in given.items()) or "none"
-        raise ConfigError(f"config.train: exactly one of steps, tokens, flops must be > 0; found {found}")
+        hint = "; set the others to 0" if given else ""
+        raise ConfigError(f"config.train: exactly one of steps, tokens, flops must be > 0; found {found}{hint}")
     free_axes = [name for name in ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.expert") if values[name] == -1]
     if len(free_axes) > 1:
         refuse(free_axes[1], "at most one mesh axis can be -1 (all that are left)")

@@ -76,10 +76,10 @@ def run() -> None:
             print(flush=True)
         else:
             print(f"=== {prompt.decode(errors='replace')!r}\n{completion.text}", flush=True)
-        say(
-            f"{len(completion.tokens)} tokens in {completion.steps} steps, ended by {completion.finish_reason}; "
-            f"its tokens entered {completion.routed_fraction:.1%} of the routed blocks"
-        )
+        line = f"{len(completion.tokens)} tokens in {completion.steps} steps, ended by {completion.finish_reason}"
+        if sampler.config.num_routed:
+            line += f"; its tokens entered {completion.routed_fraction:.1%} of the routed blocks"
+        say(line)
 
 
 def make_sampler():

@@ -39,7 +39,7 @@ def test_importing_the_package_starts_no_jax():
 
 
 def test_the_examples_print_what_they_say(tiny_config, tmp_path, monkeypatch):
-    loop.train(tiny_config(**{"train.steps": 12, "data.seq_len": 32}), tmp_path / "runs" / "mod")
+    loop.train(tiny_config(**{"train.steps": 12, "data.seq_len": 32}), tmp_path / "runs" / "tiny")
     monkeypatch.chdir(tmp_path)
     found = doctest.testmod(mod_jax, verbose=False)
     assert found.attempted > 10

@@ -119,8 +119,8 @@ def selection_flops(
 
 
 def dense_flops(config: Config, vocab_size: int) -> Flops:
-    """Forward FLOPs of one row of the same model without routing."""
-    layout = "".join(map(unrouted, config.model.layout))
+    """Forward FLOPs of one row of the same model without routing and experts: every block is full, with one MLP."""
+    layout = "".join(map(unrouted, config.model.layout)).replace("E", "F")
     dense = dataclasses.replace(config, model=dataclasses.replace(config.model, layout=layout))
     return forward_flops(dense, vocab_size)
 

@@ -54,7 +54,10 @@ def check_same_run(saved: dict[str, Any], config: Config, digest: str, num_steps
         refused += [f"{line}  (allowed with --extend)" for line in _lines(length)]
     if refused:
         lines = "\n".join(f"  {line}" for line in refused)
-        raise ResumeRefused(f"the checkpoint was written by another run (checkpoint -> now):\n{lines}")
+        raise ResumeRefused(
+            f"the checkpoint was written by another run (checkpoint -> now):\n{lines}\n"
+            "  another --workdir starts a new run, with --init_from from these weights if they fit"
+        )
     same = [f"{line}: the same text, corpus digest {digest[:12]}" for line in _lines(corpus)]
     return same + [f"{line}: the same {num_steps} steps" for line in _lines(length if same_length else {})]
 
