@@ -24,6 +24,7 @@ SMALL = {
     "train.batch_size": 16,
     "data.seq_len": 32,
     "optimizer.eps": 1e-3,  # so that a rounding error in a small gradient stays one in the update
+    "seed": 1,  # seed 0 has, at step 2, two scores that tie at the cut but for rounding
 }
 VARIANTS = {name: changes | SMALL for name, changes in VARIANTS.items()}
 VOCABULARY = 32
