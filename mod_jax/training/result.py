@@ -2,7 +2,7 @@
 
 Running a finished command again prints the stored result, without data, devices or checkpoints. Something else is done
 where something else is needed: a longer run (`--extend`) takes the mark away and trains on; another run is refused; a
-report, or a last checkpoint, that is gone is made again from the newest checkpoint.
+report, a tokenizer or a last checkpoint that is gone is made again from the newest checkpoint.
 """
 
 import datetime
@@ -63,14 +63,15 @@ def stored_lines(config: Config, workdir: pathlib.Path, init_from: str | None = 
         return []
     if init_from is not None and init_from != (stored.get("init_from") or {}).get("workdir"):
         return []  # another run, which is refused once its checkpoints are read
-    if not ((workdir / "report" / "loss.png").exists() and (workdir / "checkpoints" / str(stored["step"])).exists()):
+    left = "report/loss.png", f"checkpoints/{stored['step']}", "tokenizer"
+    if not all((workdir / name).exists() for name in left):
         return []
     lines = [f"FINISHED {stored['finished']}, printed from {workdir / FILE}: nothing was prepared or computed"]
     now = config_lib.to_flat_dict(config)
     changed = [
         f"{name}={now[name]} (then {old})"
         for name, old in stored["config"].items()
-        if name in now and json.loads(json.dumps(now[name])) != old
+        if name in now and outputs.canonical(now[name]) != outputs.canonical(old)
     ]
     if changed:
         lines.append(
