@@ -170,7 +170,7 @@ def test_a_refusal_names_key_value_and_range(changes, fragments):
 
 
 @pytest.mark.parametrize("capacity", [0, 0.0, -0.5, 1.5, math.nan, "half", None, True, (), (0.5, 0.0, 0.5, 0.5)])
-def test_r9_a_capacity_outside_its_range_is_refused_by_name(capacity):
+def test_a_capacity_outside_its_range_is_refused_by_name(capacity):
     with pytest.raises(ConfigError, match=r"^config\.routing\.capacity = .*: must be .*number"):
         make_config(**STEPS, **{"routing.capacity": capacity})
 
@@ -210,7 +210,7 @@ def test_unknown_keys_and_shapes_of_tree(tree, message):
 # What is accepted, and what it becomes
 
 
-def test_r20_the_default_starts_with_a_full_block():
+def test_the_default_starts_with_a_full_block():
     blocks = make_config(**STEPS).blocks
     assert [block.kind for block in blocks] == list("FRFRFRFR")
     assert {block.capacity for block in blocks if block.kind == "R"} == {0.125}
@@ -269,7 +269,7 @@ def test_whole_floats_become_integers_and_integers_floats():
         ({"model.layout": "F"}, ()),
     ],
 )
-def test_s11_the_causal_selections_are_those_that_training_prepares(changes, selections):
+def test_the_causal_selections_are_those_that_training_prepares(changes, selections):
     assert make_config(**STEPS, **changes).causal_selections == selections
 
 
@@ -449,7 +449,7 @@ def read_attributes(sources) -> set[str]:
     return {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
 
 
-def test_t15_every_key_is_read_somewhere():
+def test_every_key_is_read_somewhere():
     package = pathlib.Path(mod_jax.__file__).parent
     sources = [path.read_text() for path in package.rglob("*.py") if path.name != "config.py"]
     # The properties of Config (such as `blocks`, from layout and capacity) read for everybody.
@@ -458,7 +458,7 @@ def test_t15_every_key_is_read_somewhere():
     assert [name for name in FIELDS if name.split(".")[-1] not in read] == []
 
 
-def test_t15_a_key_that_is_only_declared_or_written_is_seen():
+def test_a_key_that_is_only_declared_or_written_is_seen():
     assert read_attributes(["rate = config.optimizer.b1", "config.train.keep = 3; text_key = 'text'"]) == {
         "optimizer",
         "b1",

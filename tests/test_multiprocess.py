@@ -140,7 +140,7 @@ def one_process(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_t4_two_processes_train_save_and_resume_like_one(one_process, tmp_path):
+def test_two_processes_train_save_and_resume_like_one(one_process, tmp_path):
     workdir, ids = tmp_path / "run", one_process[1]
 
     # Ctrl-C in one of the two, which makes it a SIGTERM: both save at the same step and leave.

@@ -42,11 +42,11 @@ def topk_by_hand(scores, num_kept, valid=None):
         (8, 0.99, 8),  # 7.92
     ],
 )
-def test_r9_tokens_kept_is_rounded_by_one_rule_and_never_zero(seq_len, capacity, expected):
+def test_tokens_kept_is_rounded_by_one_rule_and_never_zero(seq_len, capacity, expected):
     assert routing.tokens_kept(seq_len, capacity) == expected
 
 
-def test_r9_tokens_kept_is_all_at_capacity_one_and_within_half_a_token_of_the_fraction():
+def test_tokens_kept_is_all_at_capacity_one_and_within_half_a_token_of_the_fraction():
     for seq_len in range(1, 130):
         assert routing.tokens_kept(seq_len, 1.0) == seq_len
         for capacity in (0.01, 0.125, 0.29, 0.5, 0.95):
@@ -56,14 +56,14 @@ def test_r9_tokens_kept_is_all_at_capacity_one_and_within_half_a_token_of_the_fr
 
 
 @pytest.mark.parametrize(("seq_len", "capacity"), [(8, 0.0), (8, -0.5), (8, 1.01), (8, float("nan")), (0, 0.5)])
-def test_r9_tokens_kept_refuses_by_name_and_value(seq_len, capacity):
+def test_tokens_kept_refuses_by_name_and_value(seq_len, capacity):
     name, value = ("seq_len", seq_len) if seq_len < 1 else ("capacity", capacity)
     with pytest.raises(ValueError, match=f"{name} = {value}: must be "):
         routing.tokens_kept(seq_len, capacity)
 
 
 @pytest.mark.parametrize("num_kept", [0, 9, -1])
-def test_r9_an_impossible_number_of_slots_is_refused(num_kept):
+def test_an_impossible_number_of_slots_is_refused(num_kept):
     with pytest.raises(ValueError, match=f"num_kept = {num_kept}: must be in \\[1, 8\\]"):
         routing.select_topk(jnp.zeros(8), num_kept)
 
@@ -71,7 +71,7 @@ def test_r9_an_impossible_number_of_slots_is_refused(num_kept):
 # Which ones
 
 
-def test_r5_exactly_c_tokens_whatever_ties():
+def test_exactly_c_tokens_whatever_ties():
     assert kept([1.0] * 8, 2) == [0, 1]
     assert kept([3, 1, 2, 0], 2) == [0, 2]
     assert kept([0, 5, 5, 5, 9], 3) == [1, 2, 4]  # ties at the cut: the earlier positions
@@ -81,7 +81,7 @@ def test_r5_exactly_c_tokens_whatever_ties():
     assert strict.tolist() == [0]
 
 
-def test_r5_random_rows_with_many_ties_and_nans_match_the_rule_in_plain_python():
+def test_random_rows_with_many_ties_and_nans_match_the_rule_in_plain_python():
     rng = np.random.default_rng(0)
     for _ in range(50):
         scores = rng.integers(-2, 3, 17).astype(np.float32)
@@ -94,7 +94,7 @@ def test_r5_random_rows_with_many_ties_and_nans_match_the_rule_in_plain_python()
             assert idx == sorted(set(idx))  # different and increasing
 
 
-def test_r11_nan_counts_as_minus_infinity():
+def test_nan_counts_as_minus_infinity():
     nan = float("nan")
     assert kept([nan, 1, nan, 0, 2, -5], 3) == [1, 3, 4]
     assert kept([nan, -1e30, nan], 1) == [1]
@@ -104,12 +104,12 @@ def test_r11_nan_counts_as_minus_infinity():
     assert routing.select_causal(jnp.array([nan, 1.0, -1.0]), 0.0).tolist() == [False, True, False]
 
 
-def test_r11_infinite_scores_keep_their_rank():
+def test_infinite_scores_keep_their_rank():
     assert kept([0, float("inf"), float("-inf"), 5], 2) == [1, 3]
     assert kept([float("-inf"), 0, float("-inf")], 2) == [0, 1]
 
 
-def test_r12_padding_is_selected_only_when_real_tokens_have_run_out():
+def test_padding_is_selected_only_when_real_tokens_have_run_out():
     valid = [True, True, True, True, True, False, False, False]
     assert kept([0, 0, 0, 0, 0, 9, 9, 9], 4, valid) == [0, 1, 2, 3]
     assert kept([-np.inf, np.nan, 0, 0, 0, 9, 9, 9], 5, valid) == [0, 1, 2, 3, 4]  # even the lowest real score
@@ -133,7 +133,7 @@ def test_selection_takes_no_gradient_and_has_no_nan_to_give():
     assert to_x.tolist() == [[0, 0], [3, 3], [0, 0], [2, 2]]
 
 
-def test_s5_a_causal_decision_looks_at_one_token():
+def test_a_causal_decision_looks_at_one_token():
     scores = jnp.array([0.3, -0.1, 0.0, 2.0])
     assert routing.select_causal(scores, 0.0).tolist() == [True, False, False, True]
     assert routing.select_causal(scores, 0.3).tolist() == [False, False, False, True]
@@ -143,7 +143,7 @@ def test_s5_a_causal_decision_looks_at_one_token():
 # Out of the residual stream and back
 
 
-def test_r8_targets_belong_to_their_own_row():
+def test_targets_belong_to_their_own_row():
     scores_BT = jnp.array([[9, 8, 0, 0, 0, 0, 0, 0], [0, 0, 0, 7, 0, 0, 0, 7], [0, 1, 2, 3, 4, 5, 6, 7]], jnp.float32)
     idx_BC = jax.vmap(routing.select_topk, (0, None))(scores_BT, 2)
     targets_BT = np.asarray(jax.vmap(routing.topk_targets, (0, None))(idx_BC, 8))
@@ -192,7 +192,7 @@ def test_every_document_gets_its_share_of_the_slots():
         assert np.abs(counts - np.array(lengths) / 4).max() <= 1  # a quarter of each document
 
 
-def test_t11_a_document_is_ranked_by_its_own_scores_only():
+def test_a_document_is_ranked_by_its_own_scores_only():
     rng = np.random.default_rng(2)
     segments = jnp.array(np.repeat([1, 2], 16))
     scores = jnp.array(rng.normal(size=32), jnp.float32)
@@ -208,7 +208,7 @@ def test_t11_a_document_is_ranked_by_its_own_scores_only():
 # On a mesh
 
 
-def test_r13_the_ranked_axis_is_never_sharded_and_ranking_would_survive_it():
+def test_the_ranked_axis_is_never_sharded_and_ranking_would_survive_it():
     mesh = jax.make_mesh((8, 1, 1, 1), sharding.AXES, axis_types=(AxisType.Auto,) * 4)
     assert sharding.batch_sharding(mesh).spec == PartitionSpec(("data", "fsdp", "expert"))  # rows only
     scores_BT = jnp.round(jax.random.normal(jax.random.key(0), (8, 16)), 1)  # with ties

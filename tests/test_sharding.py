@@ -197,14 +197,14 @@ def test_the_rows_of_a_pod_s_first_host_do_not_stand_together(tiny_config, name,
 
 
 @pytest.mark.parametrize("shape", MESHES)
-def test_t18_initial_parameters_do_not_depend_on_the_devices(shape):
+def test_initial_parameters_do_not_depend_on_the_devices(shape):
     _, _, one, _ = trained((1, 1, 1))
     _, _, many, _ = trained(shape)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True))
 
 
 @pytest.mark.parametrize("shape", MESHES)
-def test_r13_r16_many_devices_train_like_one(shape):
+def test_r16_many_devices_train_like_one(shape):
     """Losses, auxiliary losses, gradient norm and the statistics of each block, over four steps."""
     _, _, _, one = trained((1, 1, 1))
     _, _, _, many = trained(shape)
@@ -227,7 +227,7 @@ def moved_activations(compiled, mesh):
 
 
 @pytest.mark.parametrize("shape", MESHES[:2])
-def test_r13_r14_no_activation_moves_over_the_batch_axes(shape):
+def test_r14_no_activation_moves_over_the_batch_axes(shape):
     run, step, _, _ = trained(shape)
     sizes = {size for leaf in jax.tree.leaves(run.abstract_state) for size in leaf.shape}
     assert not any(size % 11 == 0 for size in sizes)
@@ -253,7 +253,7 @@ def flattened_gather(x_BTD, idx_BC):
     return x_BTD.reshape(B * T, D)[flat_M].reshape(B, -1, D)
 
 
-def test_r14_the_check_fails_where_activations_move(tiny_config):
+def test_the_check_fails_where_activations_move(tiny_config):
     mesh = sharding.make_mesh(tiny_config(**{"mesh.fsdp": 2, "mesh.tensor": 2}))
     x_BTD, idx_BC, scores_BT = ((8, 22, 16), "float32"), ((8, 11), "int32"), ((8, 22), "float32")
     # A gather by index into all rows at once: the activation, or every device's share of the result, goes around.

@@ -63,7 +63,7 @@ def test_weights_are_those_of_members():
     np.testing.assert_allclose(gated["weight_mean"], [0.5])
 
 
-def test_r23_position_share_and_entropy():
+def test_position_share_and_entropy():
     # 20 positions: tenths of 2 tokens. Members 0, 1 (first tenth), 5 (third), 19 (last): shares 1/2, 1/4, 1/4.
     topk = "".join("1" if i in (0, 1, 5, 19) else "0" for i in range(20))
     found = _stats(topk, topk).summary()

@@ -108,13 +108,13 @@ def test_losses_and_capacity_by_hand(evaluated, selection):
     assert (capacity_L < 0.95).all()
 
 
-def test_s3_every_loss_names_its_selection(evaluated):
+def test_every_loss_names_its_selection(evaluated):
     metrics = evaluated[-1]
     losses = {name for name in metrics if "loss" in name}
     assert losses == {"eval/topk_loss"} | {f"eval/causal_loss/{s}" for s in ("router", "predictor", "threshold")}
 
 
-def test_s4_the_gate_passes_for_causal_selections_and_the_probe_fails_for_topk(evaluated):
+def test_the_gate_passes_for_causal_selections_and_the_probe_fails_for_topk(evaluated):
     config, evaluator, _, state, _, _ = evaluated
     with jax.set_mesh(sharding.make_mesh(config)):
         for selection in ("router", "predictor", "threshold"):
@@ -122,7 +122,7 @@ def test_s4_the_gate_passes_for_causal_selections_and_the_probe_fails_for_topk(e
         assert evaluator.prefix_movement(state.weights, "topk") > 10 * CAUSALITY_TOLERANCE["float32"]
 
 
-def test_s4_the_gate_raises_for_a_selection_that_leaks(evaluated, monkeypatch, tiny_config):
+def test_the_gate_raises_for_a_selection_that_leaks(evaluated, monkeypatch, tiny_config):
     """A predictor compared with its row's mean asks about tokens to come."""
     honest = blocks.decide
 

@@ -73,7 +73,7 @@ def test_generate_from_a_workdir(workdir):
     assert 0 <= completion.routed_fraction <= 1
 
 
-def test_s3_the_evaluation_shows_both_losses_the_gap_and_what_was_spent(workdir):
+def test_the_evaluation_shows_both_losses_the_gap_and_what_was_spent(workdir):
     metrics, lines = finished.evaluate_run(workdir)
     text = "\n".join(lines)
     for selection in ("predictor", "threshold"):

@@ -164,7 +164,7 @@ def test_the_module_is_projection_attention_and_combination():
     np.testing.assert_allclose(run(attention, x, positions, segments), expected, atol=1e-5)
 
 
-def test_r7_routed_attention_uses_original_positions():
+def test_routed_attention_uses_original_positions():
     # Of T = 8 tokens {1, 4, 6} are gathered: the same as full attention in which only their keys exist.
     attention, (x, positions, segments) = make_attention(), inputs(8)
     chosen = np.array([1, 4, 6])
@@ -179,7 +179,7 @@ def test_r7_routed_attention_uses_original_positions():
     np.testing.assert_allclose(gathered[:, 0], renumbered[:, 0], atol=1e-6)  # the first sees only itself
 
 
-def test_r6_the_order_of_slots_means_nothing():
+def test_the_order_of_slots_means_nothing():
     attention, (x, positions, segments) = make_attention(), inputs(8)
     order = np.array([5, 0, 3, 7, 1, 6, 2, 4])
     shuffled = run(attention, x[:, order], positions[:, order], segments[:, order])

@@ -94,7 +94,7 @@ def bits(x):
 # The equation
 
 
-def test_r1_gate_one_on_every_token_is_the_full_block(tiny_config):
+def test_gate_one_on_every_token_is_the_full_block(tiny_config):
     config = tiny_config(**{"routing.router_input": "raw"})
     run, params = make(config, capacity=1.0)
     x, tokens = inputs()
@@ -108,7 +108,7 @@ def test_r1_gate_one_on_every_token_is_the_full_block(tiny_config):
         assert np.abs(wrong - out).max() > 0.1
 
 
-def test_r1_gate_zero_is_the_identity(tiny_config):
+def test_gate_zero_is_the_identity(tiny_config):
     run, params = make(tiny_config(), capacity=1.0)
     x, tokens = inputs()
     out, record = run(with_router(params, np.zeros(D)), x, tokens)
@@ -122,7 +122,7 @@ class ReluPlusOne(nnx.Module):
         return jax.nn.relu(x_BTD) + 1.0, memory, None
 
 
-def test_r2_the_gate_multiplies_the_output_of_the_block(tiny_config):
+def test_the_gate_multiplies_the_output_of_the_block(tiny_config):
     block = routed_block(tiny_config(**{"routing.router_input": "raw"}), 1.0)
     block.block = ReluPlusOne()
     block.router.weight_D[...] = jnp.asarray(unit(0.25))
@@ -136,7 +136,7 @@ def test_r2_the_gate_multiplies_the_output_of_the_block(tiny_config):
     assert gated_input != out[0, :, 0].tolist()
 
 
-def test_r6_routed_block_is_the_equation_whatever_the_order_of_slots(tiny_config):
+def test_routed_block_is_the_equation_whatever_the_order_of_slots(tiny_config):
     config = tiny_config()
     run, params = make(config, capacity=0.5)
     x, tokens = inputs()
@@ -198,7 +198,7 @@ def test_gates_by_hand(tiny_config, gate, at_zero, at_two):
 
 
 @pytest.mark.parametrize("gate", ["raw", "sigmoid", "tanh", "softmax"])
-def test_r12_a_row_of_nothing_but_padding_is_untouched_and_its_gradient_finite(tiny_config, gate):
+def test_a_row_of_nothing_but_padding_is_untouched_and_its_gradient_finite(tiny_config, gate):
     run, params = make(tiny_config(**{"routing.gate": gate}), capacity=0.125)
     x, tokens = inputs()
     tokens = tokens._replace(segments_BT=np.array([[0] * 8, [1] * 8], np.int32))
@@ -213,7 +213,7 @@ def test_r12_a_row_of_nothing_but_padding_is_untouched_and_its_gradient_finite(t
 # Gradients of the router
 
 
-def test_r3_the_router_learns_from_the_output_as_finite_differences_say(tiny_config):
+def test_the_router_learns_from_the_output_as_finite_differences_say(tiny_config):
     run, params = make(tiny_config(), capacity=0.5)
     x, tokens = inputs()
     loss = weighted_sum(run)
@@ -230,7 +230,7 @@ def test_r3_the_router_learns_from_the_output_as_finite_differences_say(tiny_con
         assert slope == pytest.approx(float(gradient @ direction), rel=1e-2, abs=1e-6)
 
 
-def test_r3_without_the_score_as_weight_the_router_would_learn_nothing(tiny_config):
+def test_without_the_score_as_weight_the_router_would_learn_nothing(tiny_config):
     run, params = make(tiny_config(**{"routing.score": "frozen"}), capacity=0.5)  # gate 1
     (_, (_, record)), (grads, _) = weighted_sum(run)(params, *inputs())
     assert (grads["router"]["weight_D"] == 0).all()
@@ -240,7 +240,7 @@ def test_r3_without_the_score_as_weight_the_router_would_learn_nothing(tiny_conf
 
 
 @pytest.mark.parametrize("gate", ["raw", "sigmoid", "tanh", "softmax"])
-def test_r4_one_slot_still_teaches_the_router(tiny_config, gate):
+def test_one_slot_still_teaches_the_router(tiny_config, gate):
     run, params = make(tiny_config(**{"routing.gate": gate}), capacity=0.125)
     (_, (_, record)), (grads, _) = weighted_sum(run)(params, *inputs())
     assert record.selected_BT.sum(axis=1).tolist() == [1, 1]
@@ -249,7 +249,7 @@ def test_r4_one_slot_still_teaches_the_router(tiny_config, gate):
     assert over_the_selected_set == 0  # the fault
 
 
-def test_r17_initial_scores_differ_and_reach_the_block(tiny_config):
+def test_initial_scores_differ_and_reach_the_block(tiny_config):
     config = tiny_config()
     run, _ = make(config, capacity=0.5)
     block = nnx.jit(lambda: routed_block(config, 0.5))()
@@ -267,7 +267,7 @@ def test_r17_initial_scores_differ_and_reach_the_block(tiny_config):
 # Scores
 
 
-def test_r10_the_router_is_float32_whatever_computes(tiny_config):
+def test_the_router_is_float32_whatever_computes(tiny_config):
     config = tiny_config(**{"routing.predictor": False})
     block = routed_block(config, 0.25)
     x, tokens = inputs(1, 512)
@@ -288,7 +288,7 @@ def test_r10_the_router_is_float32_whatever_computes(tiny_config):
     assert {f.dtype for f in (record.router_logits_BT, record.gate_BT, record.cutoff_B)} == {jnp.dtype("float32")}
 
 
-def test_r11_a_nan_score_is_never_selected_and_stays_visible(tiny_config):
+def test_a_nan_score_is_never_selected_and_stays_visible(tiny_config):
     run, params = make(tiny_config(), capacity=0.5)
     x, tokens = inputs()
     x[0, 2] = np.nan
@@ -300,7 +300,7 @@ def test_r11_a_nan_score_is_never_selected_and_stays_visible(tiny_config):
 
 
 @pytest.mark.parametrize("router_input", ["normed", "raw"])
-def test_r18_a_normed_router_does_not_feed_itself(tiny_config, router_input):
+def test_a_normed_router_does_not_feed_itself(tiny_config, router_input):
     run, params = make(tiny_config(**{"routing.router_input": router_input}))
     x, tokens = inputs()
     scores, louder = (run(params, scale * x, tokens)[1].router_logits_BT for scale in (1.0, 10.0))
@@ -334,7 +334,7 @@ def test_stochastic_scores_belong_to_the_key_of_the_row(tiny_config):
 # Selection
 
 
-def test_r12_padding_is_never_updated_and_never_a_target(tiny_config):
+def test_padding_is_never_updated_and_never_a_target(tiny_config):
     # 5 of 8 tokens are real and C = 4; the same 5 alone, with C = 4 of 5.
     config = tiny_config()
     x, tokens = inputs()
@@ -352,7 +352,7 @@ def test_r12_padding_is_never_updated_and_never_a_target(tiny_config):
     assert run(params, loud_padding, tokens)[1].selected_BT[:, 5:].any()  # unmarked, padding is chosen
 
 
-def test_r12_fewer_real_tokens_than_slots(tiny_config):
+def test_fewer_real_tokens_than_slots(tiny_config):
     run, params = make(tiny_config(), 0.5)
     x, tokens = inputs()
     tokens = tokens._replace(segments_BT=np.array([[1, 1, 0, 0, 0, 0, 0, 0], [1] * 8], np.int32))
@@ -382,7 +382,7 @@ def test_causal_selections_decide_each_token_alone(tiny_config):
     assert 0 < chosen.sum() < chosen.size
 
 
-def test_s1_nobody_selected_is_the_identity_and_everybody_the_gated_block(tiny_config):
+def test_nobody_selected_is_the_identity_and_everybody_the_gated_block(tiny_config):
     config = tiny_config()
     run, params = make(config)
     x, tokens = inputs(4)
@@ -446,7 +446,7 @@ def test_the_predictor_starts_at_the_base_rate():
     assert float(certain.down_bias_1[...][0]) == pytest.approx(math.log(99))
 
 
-def test_s12_the_predictor_reads_the_blocks_input_and_gives_nothing_back(tiny_config):
+def test_the_predictor_reads_the_blocks_input_and_gives_nothing_back(tiny_config):
     run, params = make(tiny_config(), capacity=0.5)
     x, tokens = inputs()
 
@@ -470,7 +470,7 @@ def all_gathers(compiled):
     return [line.strip() for line in compiled.as_text().splitlines() if re.search(r" = .* all-gather(-start)?\(", line)]
 
 
-def test_r14_rows_on_their_devices_are_never_gathered(tiny_config):
+def test_rows_on_their_devices_are_never_gathered(tiny_config):
     run, params = make(tiny_config())
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     rows, everywhere = (NamedSharding(mesh, spec) for spec in (PartitionSpec("data"), PartitionSpec()))

@@ -177,7 +177,7 @@ def test_threshold_needs_its_cutoffs(tiny_config):
         jax.eval_shape(model.run, model.abstract_params, tokens(), choice=Choice("threshold"))
 
 
-def test_r20_a_routed_first_block_sees_the_token_id_alone(tiny_config):
+def test_a_routed_first_block_sees_the_token_id_alone(tiny_config):
     def scores(config):
         run, params = make(config)
         return np.asarray(run(params, repeated).routing.router_logits_BT[0])
@@ -193,7 +193,7 @@ def test_r20_a_routed_first_block_sees_the_token_id_alone(tiny_config):
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_s4_the_suffix_moves_the_prefix_under_topk_only(tiny_config, selection):
+def test_the_suffix_moves_the_prefix_under_topk_only(tiny_config, selection):
     run, params = make(tiny_config())
     before, cut = tokens(), 9
     after = before.copy()
@@ -215,7 +215,7 @@ def test_s4_the_suffix_moves_the_prefix_under_topk_only(tiny_config, selection):
     ("selection", "topk_per", "coupled"),
     [*((s, "row", False) for s in CAUSAL_SELECTIONS), ("topk", "document", False), ("topk", "row", True)],
 )
-def test_t11_documents_of_a_row_do_not_see_each_other(tiny_config, selection, topk_per, coupled):
+def test_documents_of_a_row_do_not_see_each_other(tiny_config, selection, topk_per, coupled):
     run, params = make(tiny_config(**{"routing.topk_per": topk_per}))
     firsts, second = (tokens(4, 6, seed=2), tokens(4, 6, seed=3)), tokens(4, 8, seed=1)
     outputs = [run(params, *packed(first, second), selection=selection) for first in firsts]
@@ -227,7 +227,7 @@ def test_t11_documents_of_a_row_do_not_see_each_other(tiny_config, selection, to
     assert moved[:, 6:14].max() > 1e-2 if coupled else moved[:, 6:14].max() < 1e-5
 
 
-def test_s7_a_packed_document_equals_itself_alone(tiny_config):
+def test_a_packed_document_equals_itself_alone(tiny_config):
     run, params = make(tiny_config())
     second = tokens(4, 8, seed=1)
     row = run(params, *packed(tokens(4, 6, seed=2), second), selection="router").logits_BTV[:, 6:14]
@@ -235,7 +235,7 @@ def test_s7_a_packed_document_equals_itself_alone(tiny_config):
     np.testing.assert_allclose(run(params, *alone, selection="router").logits_BTV[:, :8], row, atol=1e-4)
 
 
-def test_r12_losses_of_a_padded_batch_equal_the_unpadded_ones(tiny_config):
+def test_losses_of_a_padded_batch_equal_the_unpadded_ones(tiny_config):
     # C = 4 of 8 slots with 5 real tokens, and C = 4 of 5.
     def sums(capacity, tokens_BT, length):
         run, params = make(tiny_config(**{"model.depth": 2, "routing.capacity": capacity}))
@@ -257,7 +257,7 @@ def test_r12_losses_of_a_padded_batch_equal_the_unpadded_ones(tiny_config):
 # Gradients
 
 
-def test_r3_the_language_model_loss_alone_trains_every_router(tiny_config):
+def test_the_language_model_loss_alone_trains_every_router(tiny_config):
     config = tiny_config()
     run, (_, params) = loss_and_gradients(config), make(config)
     (_, record), gradients = run(params, cross_entropy=1.0)
@@ -274,7 +274,7 @@ def test_r3_the_language_model_loss_alone_trains_every_router(tiny_config):
     assert (values[0] - values[1]) / (2 * step) == pytest.approx(np.linalg.norm(gradient), rel=0.02)
 
 
-def test_s12_the_predictor_leaves_the_language_model_alone(tiny_config):
+def test_the_predictor_leaves_the_language_model_alone(tiny_config):
     with_predictor, without = tiny_config(), tiny_config(**{"routing.predictor": False})
     _, params = make(with_predictor)
     (_, record), of_both = loss_and_gradients(with_predictor)(params, cross_entropy=1.0, predictor=1.0)
@@ -295,7 +295,7 @@ def test_s12_the_predictor_leaves_the_language_model_alone(tiny_config):
     assert any(np.any(g != 0) for g in by_path(of_aux, without=["predictor"]).values())  # zeros are no accident
 
 
-def test_r17_every_parameter_gets_a_gradient_at_step_zero(tiny_config):
+def test_every_parameter_gets_a_gradient_at_step_zero(tiny_config):
     config = tiny_config()
     params = jax.jit(make_model(config, VOCAB).init)()
     (_, record), gradients = loss_and_gradients(config)(params, cross_entropy=1.0, predictor=1.0)
@@ -306,7 +306,7 @@ def test_r17_every_parameter_gets_a_gradient_at_step_zero(tiny_config):
 # Rematerialisation
 
 
-def test_r15_remat_changes_neither_gradients_nor_choices_nor_counts(tiny_config):
+def test_remat_changes_neither_gradients_nor_choices_nor_counts(tiny_config):
     _, params = make(tiny_config())
     parts = dict(cross_entropy=1.0, predictor=1.0, aux=0.1)
     (value, record), gradients = loss_and_gradients(tiny_config())(params, **parts)
@@ -332,7 +332,7 @@ def count_sorts(config):
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_r15_the_backward_pass_reads_the_saved_indices(tiny_config, monkeypatch, remat):
+def test_the_backward_pass_reads_the_saved_indices(tiny_config, monkeypatch, remat):
     config = tiny_config(**{"model.remat": remat})
     assert count_sorts(config) == 2
     monkeypatch.setattr(blocks, "checkpoint_name", lambda value, name: value)  # without their name they are not saved
@@ -342,7 +342,7 @@ def test_r15_the_backward_pass_reads_the_saved_indices(tiny_config, monkeypatch,
 # Precision
 
 
-def test_r10_bfloat16_keeps_parameters_scores_and_logits_in_float32(tiny_config):
+def test_bfloat16_keeps_parameters_scores_and_logits_in_float32(tiny_config):
     config = tiny_config(**{"model.dtype": "bfloat16"})
     run, params = make(config)
     assert {p.dtype for p in jax.tree.leaves(make_model(config, VOCAB).abstract_params)} == {jnp.dtype("float32")}
@@ -377,7 +377,7 @@ def test_every_parameter_names_all_of_its_axes(tiny_config, name):
     )
 
 
-def test_t18_initial_parameters_do_not_depend_on_the_number_of_devices(tiny_config):
+def test_initial_parameters_do_not_depend_on_the_number_of_devices(tiny_config):
     meshes = [
         ({"mesh.data": 1}, jax.devices()[:1]),
         ({"mesh.data": 1, "mesh.fsdp": 2}, jax.devices()[:2]),

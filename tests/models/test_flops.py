@@ -46,7 +46,7 @@ def test_hand_values():
     assert forward.total == 10752 + 3328 + 160 + 5760 + 16000
 
 
-def test_t16_every_convention_is_a_switch():
+def test_every_convention_is_a_switch():
     config = hand()
     full = flops.forward_flops(config, 100)
     half = flops.forward_flops(config, 100, causal_half=True)
@@ -164,7 +164,7 @@ def xla_flops(config, vocab_size):
 
 
 @pytest.mark.parametrize("layout", ["F", "FR"])
-def test_t16_within_three_percent_of_xla(layout):
+def test_within_three_percent_of_xla(layout):
     config = make_config(**BIG_ENOUGH, **{"model.layout": layout})
     forward, gradient = xla_flops(config, 256)
     assert flops.forward_flops(config, 256).total == pytest.approx(forward, rel=0.03)

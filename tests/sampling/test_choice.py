@@ -50,7 +50,7 @@ def test_of_equal_logits_top_k_keeps_the_lower_ids():
     assert jnp.isfinite(logits_BV)[0].tolist() == [True, True, False, False, False]
 
 
-def test_s10_temperature_0_is_greedy_exactly_and_the_first_of_equals():
+def test_temperature_0_is_greedy_exactly_and_the_first_of_equals():
     logits_BV = jnp.array([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
     for seed in range(5):
         chosen_B = programs["choose"](logits_BV, make_knobs([Options(temperature=0)] * 2), keys([seed] * 2))
@@ -148,6 +148,6 @@ def test_one_options_for_all_prompts_or_one_per_prompt():
         dict(top_k=-(10**5000)),
     ],
 )
-def test_s10_bad_values_are_refused_by_name(bad):
+def test_bad_values_are_refused_by_name(bad):
     with pytest.raises(RequestError, match=next(iter(bad))):
         Options(**bad)

@@ -166,7 +166,7 @@ def test_log_likelihood_by_prefill_equals_the_sum_over_decode_steps(build, tools
         assert abs(one.sum() - expected) < 1e-4
 
 
-def test_s9_beyond_the_context_is_a_clear_error_or_the_end_of_the_prompt(sampler):
+def test_beyond_the_context_is_a_clear_error_or_the_end_of_the_prompt(sampler):
     with pytest.raises(RequestError, match=r"31 tokens with the separator, at most 27 fit"):
         sampler.generate("a" * 30, max_new_tokens=5)
     with pytest.raises(RequestError, match=r"max_new_tokens = 32: must be < 32, the model's context"):
@@ -175,7 +175,7 @@ def test_s9_beyond_the_context_is_a_clear_error_or_the_end_of_the_prompt(sampler
     assert kept == sampler.generate("a" * 26, max_new_tokens=5, temperature=0)[0]
 
 
-def test_s11_a_selection_that_was_not_trained_is_refused(build):
+def test_a_selection_that_was_not_trained_is_refused(build):
     trained = build().config
     assert trained.causal_selections == ("router", "predictor", "threshold")
     assert causal_selection(trained) == "predictor"
@@ -192,7 +192,7 @@ def test_s11_a_selection_that_was_not_trained_is_refused(build):
     assert causal_selection(build(**{"routing.predictor": False}).config) == "router"
 
 
-def test_s13_programs_are_bounded_by_buckets_not_by_prompts(build):
+def test_programs_are_bounded_by_buckets_not_by_prompts(build):
     sampler = Sampler(build(**{"model.context": 64, **SHALLOW}), "threshold", capacity_L=(1.0,))
     for length in range(1, 60, 3):
         sampler.generate("a" * length, max_new_tokens=4, temperature=length % 3, top_k=1 + length % 7, seed=length)

@@ -42,7 +42,7 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_s6_cached_decode_equals_the_full_forward_for_every_prefix(build, tools, case):
+def test_cached_decode_equals_the_full_forward_for_every_prefix(build, tools, case):
     selection, changes = CASES[case]
     model = build(**changes)
     tokens_BT = tools.random_tokens(3, T)
@@ -57,7 +57,7 @@ def test_s6_cached_decode_equals_the_full_forward_for_every_prefix(build, tools,
         assert_same(tools.replay(model, selection, tokens_BT, ragged_B), expected)
 
 
-def test_s6_the_comparison_can_fail(build, tools):
+def test_the_comparison_can_fail(build, tools):
     model = build()
     tokens_BT = tools.random_tokens(3, T)
     expected = tools.uncached(model, "predictor", tokens_BT)
@@ -68,7 +68,7 @@ def test_s6_the_comparison_can_fail(build, tools):
         np.testing.assert_array_equal(actual[1], expected[1])
 
 
-def test_s7_batch_mates_do_not_matter_and_batch_1_is_the_same(build, tools):
+def test_batch_mates_do_not_matter_and_batch_1_is_the_same(build, tools):
     model = build()
     tokens_BT = tools.random_tokens(3, T)
     expected = tools.uncached(model, "threshold", tokens_BT)
@@ -78,14 +78,14 @@ def test_s7_batch_mates_do_not_matter_and_batch_1_is_the_same(build, tools):
 
 
 @pytest.mark.parametrize("sizes", [dict(kept=1), dict(kept=T, rows=3), dict(rows=2)])
-def test_s7_sizes_of_passes_and_caches_do_not_matter(build, tools, sizes):
+def test_sizes_of_passes_and_caches_do_not_matter(build, tools, sizes):
     model = build()
     tokens_BT = tools.random_tokens(3, T)
     actual = tools.replay(model, "threshold", tokens_BT, [7, 1, 12], **sizes)
     assert_same(actual, tools.uncached(model, "threshold", tokens_BT))
 
 
-def test_s7_a_cache_of_just_enough_slots_is_exact_and_one_of_fewer_says_so(build, tools):
+def test_a_cache_of_just_enough_slots_is_exact_and_one_of_fewer_says_so(build, tools):
     model = build()
     tokens_BT = tools.random_tokens(3, T)
     expected = tools.uncached(model, "threshold", tokens_BT)
@@ -96,7 +96,7 @@ def test_s7_a_cache_of_just_enough_slots_is_exact_and_one_of_fewer_says_so(build
     assert cache_lib.overflowed(tools.prefill(model, "threshold", tokens_BT, slots=needed - 1)[2])
 
 
-def test_s8_left_or_no_padding_each_row_equals_its_own_unpadded_run(build, tools):
+def test_left_or_no_padding_each_row_equals_its_own_unpadded_run(build, tools):
     model = build()
     tokens_BT = tools.random_tokens(3, T)
     lengths = (T, 9, 1)
@@ -112,7 +112,7 @@ def test_s8_left_or_no_padding_each_row_equals_its_own_unpadded_run(build, tools
         assert not selected_LBT[:, row, length:].any()
 
 
-def test_s1_decode_does_not_route_every_token(build, tools):
+def test_decode_does_not_route_every_token(build, tools):
     model = build()
     tokens_BT = tools.random_tokens(3, T)
     skipping = tools.changed(model, "down_bias_1", -100.0)
@@ -135,7 +135,7 @@ def test_s1_decode_does_not_route_every_token(build, tools):
     assert tools.replay(running, "predictor", tokens_BT, [7, 1, 12])[1].all()
 
 
-def test_s2_a_new_token_evicts_no_earlier_one(build, tools):
+def test_a_new_token_evicts_no_earlier_one(build, tools):
     model = build()
     tokens_BT = tools.random_tokens(3, T)
     stored = []
@@ -153,7 +153,7 @@ def test_s2_a_new_token_evicts_no_earlier_one(build, tools):
                 assert (old[length:] == EMPTY).all()
 
 
-def test_s5_first_come_first_served_within_a_pass_and_exact_over_all(build, tools):
+def test_first_come_first_served_within_a_pass_and_exact_over_all(build, tools):
     decided_T = jnp.array([0, 1, 0, 1, 0, 1, 0, 0], bool)
     assert routing.pack_selected(decided_T, 2).tolist() == [1, 3]
     assert routing.pack_selected(decided_T.at[6].set(True), 2).tolist() == [1, 3]  # a later token displaces none
@@ -170,7 +170,7 @@ def test_s5_first_come_first_served_within_a_pass_and_exact_over_all(build, tool
     assert moved[9:].min() > 1e-3
 
 
-def test_s6_a_routed_cache_with_three_entries_at_position_20_uses_angle_20(build, tools):
+def test_a_routed_cache_with_three_entries_at_position_20_uses_angle_20(build, tools):
     model = build(**{"model.layout": "R", "model.depth": 1})
     stack = tools.stack_of(model.config, model.params)
     block = stack.blocks[0].block
@@ -199,7 +199,7 @@ def suffix_movement(logits_of, tokens_BT) -> float:
 
 
 @pytest.mark.parametrize("selection", ["router", "predictor", "threshold"])
-def test_s4_the_suffix_probe_passes_on_every_causal_path_and_fails_on_topk(build, tools, selection):
+def test_the_suffix_probe_passes_on_every_causal_path_and_fails_on_topk(build, tools, selection):
     model = build()
     tokens_BT = tools.random_tokens(3, T)
     paths = {
@@ -212,7 +212,7 @@ def test_s4_the_suffix_probe_passes_on_every_causal_path_and_fails_on_topk(build
     assert suffix_movement(lambda tokens: tools.uncached(model, "topk", tokens)[0], tokens_BT) > 1e-3
 
 
-def test_s12_the_predictors_loss_moves_the_predictor_alone(build, tools):
+def test_the_predictors_loss_moves_the_predictor_alone(build, tools):
     model = build(**{"model.depth": 2})
     tokens_BT = jnp.asarray(tools.random_tokens(2, T))
 

@@ -52,7 +52,7 @@ def test_prompts_begin_with_one_separator():
         assert encode_prompt(TOKENIZER, ids, 10, False).tolist() == [0, 66, 67]
 
 
-def test_s9_a_prompt_that_is_too_long_is_refused_or_its_end_kept():
+def test_a_prompt_that_is_too_long_is_refused_or_its_end_kept():
     assert encode_prompt(TOKENIZER, "ABC", 4, False).tolist() == [0, 66, 67, 68]
     with pytest.raises(RequestError, match=r"4 tokens with the separator, at most 3 fit"):
         encode_prompt(TOKENIZER, "ABC", 3, False)

@@ -242,7 +242,7 @@ def test_restores_onto_other_meshes(tmp_path):
             assert_same_bits(state, expected)
 
 
-def test_t6_another_model_is_a_mismatch_and_no_damage(directory):
+def test_another_model_is_a_mismatch_and_no_damage(directory):
     wider = abstract(make_state(0, width=32))
     deeper = abstract(make_state(0))
     deeper.params["blocks"]["v"] = deeper.params["blocks"].pop("w")

@@ -39,7 +39,7 @@ def test_line_by_hand():
     assert format_line(1, 8, {"train/loss": math.nan}, PEAK) == "step 1/8  loss nan"
 
 
-def test_t17_mfu_without_a_published_peak_carries_an_asterisk():
+def test_mfu_without_a_published_peak_carries_an_asterisk():
     unknown = Peak(None, "no published peak for TPU v99", published=False)
     rates = {"perf/flops_per_second": 1e12}
     assert "MFU unknown (no published peak for TPU v99)" in format_line(1, 8, rates, unknown)

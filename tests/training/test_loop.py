@@ -255,7 +255,7 @@ def test_a_state_beyond_the_memory_is_refused_before_any_of_it_is_allocated(tmp_
         quietly(train, make_run_config(**{"model.width": 2**20, "model.depth": 64}), tmp_path / "run")
 
 
-def test_t9_t13_a_preempted_run_equals_an_uninterrupted_one(finished, tmp_path, monkeypatch, signal_at):
+def test_t13_a_preempted_run_equals_an_uninterrupted_one(finished, tmp_path, monkeypatch, signal_at):
     """Preempted at an evaluation step, in between, and at the end; in a relative folder. Bit for bit, row for row."""
     monkeypatch.chdir(tmp_path)
     config = make_run_config()
@@ -339,7 +339,7 @@ def test_a_signal_before_the_first_step_still_saves(tmp_path, monkeypatch):
     assert steps_on_disk(tmp_path / "run") == [1]
 
 
-def test_t7_another_run_is_refused_with_every_difference(copied, capsys):
+def test_another_run_is_refused_with_every_difference(copied, capsys):
     before = contents(copied)
     changes = {"model.width": 32, "optimizer.learning_rate": 0.5, "routing.capacity": 0.5, "seed": 1}
     with pytest.raises(ResumeRefused) as refused:
@@ -353,7 +353,7 @@ def test_t7_another_run_is_refused_with_every_difference(copied, capsys):
     assert contents(copied) == before  # nothing was touched
 
 
-def test_t7_free_keys_may_change_and_an_extension_is_asked_for(copied):
+def test_free_keys_may_change_and_an_extension_is_asked_for(copied):
     free = {"train.log_every": 3, "train.eval_every": 0, "train.max_bad_steps": 2, "train.keep": 1}
     free |= {"data.eval_windows": 4, "model.context": 32, "train.accumulation": 2, "mesh.data": 4}
     longer = make_run_config(**free, **{"train.steps": 8})
@@ -392,7 +392,7 @@ def test_the_same_text_and_length_in_other_words_are_resumed_and_said(tmp_path, 
         quietly(train, make_run_config(**{**still, "data.source": "text:corpus"}), "run")
 
 
-def test_t12_numerics_end_the_run_and_leave_the_newest_good_checkpoint(tmp_path, monkeypatch, signal_at, capsys):
+def test_numerics_end_the_run_and_leave_the_newest_good_checkpoint(tmp_path, monkeypatch, signal_at, capsys):
     """From step 3 on every loss is NaN; saving after each of these steps would push the good one out."""
     workdir = tmp_path / "run"
     config = make_run_config(**{"train.save_every": 1, "train.keep": 1, "train.max_bad_steps": 3, "train.steps": 8})
@@ -439,7 +439,7 @@ def test_training_compiles_nothing_after_the_first_step(tmp_path, monkeypatch):
     assert set(counts[1:]) == {counts[0]}
 
 
-def test_t13_a_workdir_is_absolute_from_the_start(tmp_path, monkeypatch):
+def test_a_workdir_is_absolute_from_the_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert quietly(prepare.prepare_run, make_run_config(), "runs/a")[0].workdir == tmp_path / "runs" / "a"

@@ -130,7 +130,7 @@ def test_no_array_of_all_logits_is_left_in_a_chunked_program():
     assert largest(32) <= 32 * 512
 
 
-def test_r12_a_padded_row_costs_what_its_tokens_cost_alone(tiny_config):
+def test_a_padded_row_costs_what_its_tokens_cost_alone(tiny_config):
     """5 tokens of 8 at capacity 0.5, C = 4; alone, 5 tokens at capacity 0.8, C = 4."""
     padded, alone = (tiny_config(**{"model.depth": 2, "routing.capacity": c}) for c in (0.5, 0.8))
     model, unpadded_model = make_model(padded, VOCAB), make_model(alone, VOCAB)
@@ -150,7 +150,7 @@ def test_r12_a_padded_row_costs_what_its_tokens_cost_alone(tiny_config):
     np.testing.assert_allclose(jnp.array(sums), jnp.array(expected_sums), rtol=1e-5)
 
 
-def test_r8_every_row_has_its_own_targets(tiny_config):
+def test_every_row_has_its_own_targets(tiny_config):
     """B = 3, T = 8, C = 2: two members per row and block, those with the largest scores, and a loss over all rows."""
     config = tiny_config(**{"routing.aux_weight": 0.1, "model.layout": "R", "model.depth": 2})
     model = make_model(config, VOCAB)
@@ -168,7 +168,7 @@ def test_r8_every_row_has_its_own_targets(tiny_config):
     np.testing.assert_allclose(sums.aux, nats_LBT.sum(), rtol=1e-5)
 
 
-def test_r22_the_base_rate_of_the_predictor_loss():
+def test_the_base_rate_of_the_predictor_loss():
     """With 1 member in 8, the best constant answer costs -(1/8 ln 1/8 + 7/8 ln 7/8) = 0.3768 nats per token."""
     member_LBT = jnp.arange(16).reshape(1, 1, 16) % 8 == 3
     costs = []

@@ -70,7 +70,7 @@ def params(model):
     return random_like(model.value.abstract_params)
 
 
-def test_r19_decayed_parameters_are_listed_by_name(tiny_config):
+def test_decayed_parameters_are_listed_by_name(tiny_config):
     expected = {f"units/blocks/0/{part}/{m}" for part, m in parts()}
     expected |= {f"units/blocks/1/block/{part}/{m}" for part, m in parts()}
     expected |= {f"tail/blocks/0/{part}/{m}" for part, m in parts()}
@@ -86,7 +86,7 @@ def parts():
     return [("mlp" if matrix in ("up_DF", "down_FD") else "attention", matrix) for matrix in MATRICES]
 
 
-def test_r19_stacking_changes_no_parameter_s_group(tiny_config):
+def test_stacking_changes_no_parameter_s_group(tiny_config):
     """F R F R is stacked; with capacities that never repeat, the same blocks are one long unit of single layers."""
 
     def rules(capacity):
@@ -108,7 +108,7 @@ def test_every_matrix_is_decayed_or_known_not_to_be(model):
     assert matrices == paths(groups, "matrix") | routing
 
 
-def test_r19_decay_reaches_exactly_these(model, params):
+def test_decay_reaches_exactly_these(model, params):
     zeros = jax.tree.map(np.zeros_like, params)
     moved = {name for name, u in update(OptimizerConfig(weight_decay=0.1), model, params, zeros).items() if u.any()}
     assert moved == paths(model.value.groups, "matrix")
@@ -131,7 +131,7 @@ def test_router_learning_rate_scale_scales_router_and_predictor_alone(model, par
         np.testing.assert_array_equal(scaled[name], plain[name] * (0.25 if name in routing else 1.0))
 
 
-def test_s12_a_predictor_gradient_of_any_size_leaves_all_else_bit_identical(model, params):
+def test_a_predictor_gradient_of_any_size_leaves_all_else_bit_identical(model, params):
     config, grads = OptimizerConfig(), random_like(params, seed=1, scale=0.1)
     predictor = paths(model.value.groups, *PREDICTOR)
     assert predictor
@@ -159,7 +159,7 @@ def test_clipping_by_hand():
     np.testing.assert_allclose([float(mu[name][0]) for name in groups], [0.06, 0.08, 0.05], rtol=1e-6)
 
 
-def test_t2_schedule_by_hand():
+def test_schedule_by_hand():
     # 11 steps, warm-up 2: 1/3, 2/3, then a cosine from 1 at step 2 to 0.1 at step 10; halfway, at step 6, 0.55.
     schedule = optimizer.make_schedule(
         OptimizerConfig(learning_rate=2.0, warmup_fraction=0.2, final_fraction=0.1), num_steps=11
@@ -173,7 +173,7 @@ def test_t2_schedule_by_hand():
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 20, 1000])
 @pytest.mark.parametrize("warmup", [0.0, 0.05, 1.0])
-def test_t2_no_step_is_wasted_and_no_rate_negative(num_steps, warmup):
+def test_no_step_is_wasted_and_no_rate_negative(num_steps, warmup):
     config = OptimizerConfig(learning_rate=1e-3, warmup_fraction=warmup, final_fraction=0.0)
     rates = np.asarray(jax.vmap(optimizer.make_schedule(config, num_steps))(jnp.arange(2 * num_steps)))
     assert (rates[: max(1, num_steps - 1)] > 0).all()
@@ -183,7 +183,7 @@ def test_t2_no_step_is_wasted_and_no_rate_negative(num_steps, warmup):
         assert rates[num_steps - 1] == 0.0
 
 
-def test_t2_r21_the_rate_is_a_function_of_the_step_alone():
+def test_r21_the_rate_is_a_function_of_the_step_alone():
     schedule = optimizer.make_schedule(OptimizerConfig(), 100)
     traced = jax.jit(schedule)
     steps = [7, 0, 99, 7, 42]

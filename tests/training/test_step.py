@@ -104,7 +104,7 @@ def replace_param(state, name, change):
 
 @pytest.mark.parametrize("accumulation", [2, 4])
 @pytest.mark.parametrize("score", ["learned", "stochastic"])
-def test_t1_r16_accumulation_changes_nothing(score, accumulation):
+def test_r16_accumulation_changes_nothing(score, accumulation):
     """Gradients (in the first moment), parameters, cut-offs and every metric, under unequal padding."""
     changes = STOCHASTIC if score == "stochastic" else {}
     state = initial_state(**changes)
@@ -115,7 +115,7 @@ def test_t1_r16_accumulation_changes_nothing(score, accumulation):
         assert expected[1]["train/predictor_loss"] > 0.1
 
 
-def test_t1_the_batch_would_show_a_mean_of_means():
+def test_the_batch_would_show_a_mean_of_means():
     """The guard of the test above: here the mean of the micro-batches' means is another number."""
     model, _ = program()
     batch = make_batch()
@@ -139,7 +139,7 @@ def test_t1_the_batch_would_show_a_mean_of_means():
 
 
 @pytest.mark.parametrize("change", [{"model.remat": "full"}, {"model.remat": "dots"}, {"model.scan": False}])
-def test_r15_r16_remat_and_scan_change_nothing(change):
+def test_r16_remat_and_scan_change_nothing(change):
     assert_close(train_step(initial_state(), **change), train_step(initial_state()))
 
 
@@ -149,7 +149,7 @@ def without_predictor(tree):
     return tree
 
 
-def test_s12_the_predictor_s_values_leave_all_else_bit_identical():
+def test_the_predictor_s_values_leave_all_else_bit_identical():
     """The same program, with predictors whose gradient is of another size: everything else moves by the same bits."""
     state = initial_state()
     expected, metrics = train_step(state)
@@ -164,7 +164,7 @@ def test_s12_the_predictor_s_values_leave_all_else_bit_identical():
         assert_same_bits(without_predictor(other.params), without_predictor(expected.params))
 
 
-def test_s12_training_without_a_predictor_is_the_same_training():
+def test_training_without_a_predictor_is_the_same_training():
     off = {"routing.predictor": False}
     state = initial_state()
     bare = initial_state(**off)._replace(params=without_predictor(state.params))
@@ -184,7 +184,7 @@ def assert_skipped(new, metrics, old, bad_steps):
 
 @pytest.mark.parametrize("poison", [3e38, -3e38])  # finite as a parameter; embedding makes it infinite
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_t12_a_non_finite_step_changes_nothing_and_is_counted(poison, accumulation):
+def test_a_non_finite_step_changes_nothing_and_is_counted(poison, accumulation):
     """Token 31 has a poisoned embedding and stands in one row: one micro-batch is enough to skip the step."""
     changes = {"train.accumulation": accumulation}
     state, _ = train_step(initial_state(), **changes)  # moments that a skipped update could spoil
@@ -207,7 +207,7 @@ def test_t12_a_non_finite_step_changes_nothing_and_is_counted(poison, accumulati
     assert (good.params["final_norm"]["scale_D"] != second.params["final_norm"]["scale_D"]).any()
 
 
-def test_r11_non_finite_scores_alone_skip_the_step():
+def test_non_finite_scores_alone_skip_the_step():
     """A frozen router's gate is 1, so that its NaN scores leave the loss finite; but they chose the tokens."""
     state = initial_state(**FROZEN)
     poisoned = replace_param(state, "weight_D", lambda x: x * math.nan)
@@ -290,7 +290,7 @@ def test_metrics_by_hand():
     np.testing.assert_allclose(train_step(state)[1]["routing/topk_fraction"], [selected] * 2, rtol=1e-6)
 
 
-def test_t2_the_rate_of_each_step_is_the_schedule_s():
+def test_the_rate_of_each_step_is_the_schedule_s():
     schedule, state = make_schedule(config_of({}).optimizer, NUM_STEPS), initial_state()
     for step in (0, 1, 19, 7):
         _, metrics = train_step(state._replace(step=jnp.int32(step)))

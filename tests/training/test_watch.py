@@ -72,7 +72,7 @@ def test_rows_are_means_over_the_interval_and_carry_the_digest(make_watch, tmp_p
     assert "step  4/10  loss 1.5000" in capsys.readouterr().out
 
 
-def test_t14_steps_and_tokens_count_from_the_run_s_start_and_rates_from_the_process_s(make_watch, tmp_path):
+def test_steps_and_tokens_count_from_the_run_s_start_and_rates_from_the_process_s(make_watch, tmp_path):
     watch = make_watch(first_step=4)
     for step in (5, 6, 7, 8):
         watch.after_step(step, step_metrics(), EXAMPLES)
@@ -129,7 +129,7 @@ def test_bad_steps_are_counted_and_left_out_of_means(make_watch, tmp_path):
     assert watch.bad_steps == 0
 
 
-def test_t12_too_many_bad_steps_stop_the_run(make_watch, tmp_path):
+def test_too_many_bad_steps_stop_the_run(make_watch, tmp_path):
     watch = make_watch(**{"train.max_bad_steps": 3})
     for step in (1, 2, 3):
         watch.after_step(step, step_metrics(bad_steps=step), EXAMPLES)
