@@ -204,7 +204,7 @@ def test_initial_parameters_do_not_depend_on_the_devices(shape):
 
 
 @pytest.mark.parametrize("shape", MESHES)
-def test_r16_many_devices_train_like_one(shape):
+def test_many_devices_train_like_one(shape):
     """Losses, auxiliary losses, gradient norm and the statistics of each block, over four steps."""
     _, _, _, one = trained((1, 1, 1))
     _, _, _, many = trained(shape)
@@ -227,7 +227,7 @@ def moved_activations(compiled, mesh):
 
 
 @pytest.mark.parametrize("shape", MESHES[:2])
-def test_r14_no_activation_moves_over_the_batch_axes(shape):
+def test_no_activation_moves_over_the_batch_axes(shape):
     run, step, _, _ = trained(shape)
     sizes = {size for leaf in jax.tree.leaves(run.abstract_state) for size in leaf.shape}
     assert not any(size % 11 == 0 for size in sizes)

@@ -255,7 +255,7 @@ def test_a_state_beyond_the_memory_is_refused_before_any_of_it_is_allocated(tmp_
         quietly(train, make_run_config(**{"model.width": 2**20, "model.depth": 64}), tmp_path / "run")
 
 
-def test_t13_a_preempted_run_equals_an_uninterrupted_one(finished, tmp_path, monkeypatch, signal_at):
+def test_a_preempted_run_equals_an_uninterrupted_one(finished, tmp_path, monkeypatch, signal_at):
     """Preempted at an evaluation step, in between, and at the end; in a relative folder. Bit for bit, row for row."""
     monkeypatch.chdir(tmp_path)
     config = make_run_config()

@@ -183,7 +183,7 @@ def test_no_step_is_wasted_and_no_rate_negative(num_steps, warmup):
         assert rates[num_steps - 1] == 0.0
 
 
-def test_r21_the_rate_is_a_function_of_the_step_alone():
+def test_the_rate_is_a_function_of_the_step_alone():
     schedule = optimizer.make_schedule(OptimizerConfig(), 100)
     traced = jax.jit(schedule)
     steps = [7, 0, 99, 7, 42]

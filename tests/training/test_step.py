@@ -104,7 +104,7 @@ def replace_param(state, name, change):
 
 @pytest.mark.parametrize("accumulation", [2, 4])
 @pytest.mark.parametrize("score", ["learned", "stochastic"])
-def test_r16_accumulation_changes_nothing(score, accumulation):
+def test_accumulation_changes_nothing(score, accumulation):
     """Gradients (in the first moment), parameters, cut-offs and every metric, under unequal padding."""
     changes = STOCHASTIC if score == "stochastic" else {}
     state = initial_state(**changes)
@@ -139,7 +139,7 @@ def test_the_batch_would_show_a_mean_of_means():
 
 
 @pytest.mark.parametrize("change", [{"model.remat": "full"}, {"model.remat": "dots"}, {"model.scan": False}])
-def test_r16_remat_and_scan_change_nothing(change):
+def test_remat_and_scan_change_nothing(change):
     assert_close(train_step(initial_state(), **change), train_step(initial_state()))
 
 
