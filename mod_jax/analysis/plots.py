@@ -326,7 +326,7 @@ def range_of_weights(weights: np.ndarray) -> tuple[float, float]:
 
 
 def _weight_scale(low: float, high: float):
-    """Colours for gate weights: light to dark from zero up, or two-sided about a grey zero where negative ones matter."""
+    """Colours of gate weights: light to dark from zero up; two-sided about a grey zero where negative ones matter."""
     if -low > high / 10:  # a few that are hardly negative would take half of the colours
         ramp = ["#8c2d04", "#ec8f3e", "#c8c8c8", "#5ba3d0", "#08306b"]
         return colors.CenteredNorm(0, max(-low, high)), colors.LinearSegmentedColormap.from_list("weight", ramp)
