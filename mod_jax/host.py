@@ -78,6 +78,15 @@ def computes_on_cpu() -> bool:
     return asked == "cpu" or not (asked or any(map(importlib.util.find_spec, ("libtpu", "jax_plugins"))))
 
 
+def load_no_programs() -> None:
+    """From now on this process compiles its programs itself, whatever JAX_COMPILATION_CACHE_DIR holds."""
+    import jax  # not before `prepare`
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it asks the setting only once
+
+
 def spare_threads() -> None:
     """Gives XLA two threads for each virtual device of a CPU.
 

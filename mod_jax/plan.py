@@ -12,7 +12,7 @@ import os
 
 from absl import app, flags
 
-from mod_jax import cli
+from mod_jax import cli, host
 from mod_jax.errors import ConfigError
 from mod_jax.outputs import to_json
 
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
         from mod_jax.planning import topology
 
-        jax.config.update("jax_enable_compilation_cache", False)  # it cannot read back what it writes for a topology
+        host.load_no_programs()  # JAX cannot read back what it writes for a topology
         if LIST.value:
             print(topology.list_products())
             return

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from mod_jax import host
 from mod_jax.config import Config
 from mod_jax.errors import ConfigError
 
@@ -122,10 +123,16 @@ def mesh_shape(config: Config, num_devices: int) -> tuple[int, ...]:
 
 
 def make_mesh(config: Config, devices: list | None = None) -> Mesh:
-    """The run's mesh over `devices` (default: all; the first ones when the config asks for fewer)."""
+    """The run's mesh over `devices` (default: all; the first ones when the config asks for fewer).
+
+    Several CPU devices load no programs from the compilation cache: a loaded program may start its collectives in
+    another order on each device, and then waits forever (jax 0.10.2 and 0.12).
+    """
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices))
     devices = devices[: math.prod(shape)]
+    if len(devices) > 1 and devices[0].platform == "cpu":
+        host.load_no_programs()
     try:
         return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
     except NotImplementedError:  # a mesh axis is no product of whole axes of the machine: some neighbours are far apart

@@ -1,7 +1,8 @@
 """Eight virtual CPU devices, strict arrays, and one tiny config for every test.
 
-Programs and corpora are cached below one folder in the temporary directory, so that no program is compiled twice, by
-tests or by the processes that they start. Set JAX_COMPILATION_CACHE_DIR or MOD_JAX_CACHE to put them elsewhere.
+Corpora, and the programs of the processes that tests start, are cached below one folder in the temporary directory.
+Set JAX_COMPILATION_CACHE_DIR or MOD_JAX_CACHE to put them elsewhere. The eight devices load no cached programs: see
+`sharding.make_mesh`.
 """
 
 import os
@@ -30,6 +31,7 @@ from mod_jax import host
 from mod_jax.config import Config, make_config
 
 host.prepare()
+host.load_no_programs()
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

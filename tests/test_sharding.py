@@ -2,6 +2,9 @@
 
 import collections
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +118,26 @@ def test_make_mesh_takes_the_first_devices(tiny_config):
     mesh = sharding.make_mesh(tiny_config(**{"mesh.data": 2}))
     assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 1, "expert": 1}
     assert list(mesh.devices.flat) == jax.devices()[:2]
+
+
+@pytest.mark.parametrize(("devices", "cached"), [(1, True), (2, False)])
+def test_several_cpu_devices_load_no_cached_programs(tmp_path, devices, cached):
+    """A loaded program may wait forever: each of its devices may start the collectives in another order."""
+    code = """
+import jax
+from mod_jax import sharding
+from mod_jax.config import make_config
+
+jax.jit(lambda x: x + 1)(1.0)  # JAX has asked for its settings by now
+sharding.make_mesh(make_config(**{"train.steps": 1}))
+jax.jit(lambda x: x * 2)(1.0)
+"""
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+    }
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert len(list(tmp_path.glob("*-cache"))) == (2 if cached else 1)
 
 
 def test_where_parameters_and_moments_live():
