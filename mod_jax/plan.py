@@ -31,7 +31,6 @@ def main(argv: list[str]) -> int:
 
     def run() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # planning takes no accelerator, not even where there is one
-        import jax
 
         from mod_jax.planning import topology
 
