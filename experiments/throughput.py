@@ -23,6 +23,7 @@ from flax import nnx
 
 from mod_jax import config as config_lib
 from mod_jax import host, routing
+from mod_jax.layout import BlockSpec
 from mod_jax.models import flops
 from mod_jax.models.blocks import TOPK, make_block
 from mod_jax.models.dispatch import through_slots
@@ -41,7 +42,7 @@ SCAN = flags.DEFINE_bool("scan", False, "Scan over blocks; unrolled is 5-15 % fa
 CAPACITIES = flags.DEFINE_list("capacities", ["0.125", "0.25", "0.5"], "Capacities of the block table.")
 DENSE = {"model.layout": "F", "routing.predictor": False}
 ROUTED = {"routing.predictor": False}
-FULL = config_lib.BlockSpec("F", 1.0)
+FULL = BlockSpec("F", 1.0)
 
 
 def main(_) -> None:
@@ -155,7 +156,7 @@ def block_table(peak: float) -> None:
 
 
 def block_of(config: config_lib.Config, kind: str, capacity: float):
-    return make_block(config, config_lib.BlockSpec(kind, capacity), nnx.Rngs(params=0))
+    return make_block(config, BlockSpec(kind, capacity), nnx.Rngs(params=0))
 
 
 def block_program(block, config: config_lib.ModelConfig, B: int, T: int):

@@ -14,14 +14,15 @@ same in every version, and its fingerprint, taken over what differs from the def
 import dataclasses
 import difflib
 import hashlib
-import math
 import textwrap
 from typing import Any
 
 import ml_collections
 from ml_collections import config_dict
 
+from mod_jax.config_checks import MOST_BLOCKS, check_relations, checked, shown
 from mod_jax.errors import ConfigError
+from mod_jax.layout import BlockSpec, is_routed
 from mod_jax.outputs import canonical
 
 # What it takes to change a key of a run that has begun; each verb allows what those before it allow.
@@ -59,7 +60,7 @@ _WATCHING = "says when to look, not what to learn"
 class ModelConfig:
     vocab_size: int = _key(0, "rows of the embedding table; 0: the tokenizer's", low=0, high=2**31 - 1, change="never")
     width: int = _key(256, "D, size of the residual stream", low=1, high=2**20, change="never")
-    depth: int = _key(8, "L, number of blocks", low=1, high=2**12, change="never")
+    depth: int = _key(8, "L, number of blocks", low=1, high=MOST_BLOCKS, change="never")
     num_heads: int = _key(4, "N, query heads", low=1, high=2**16, change="never")
     num_kv_heads: int = _key(0, "K, key/value heads; 0: num_heads", low=0, high=2**16, change="never")
     head_dim: int = _key(0, "H; 0: width / num_heads", low=0, high=2**20, change="never")
@@ -232,50 +233,6 @@ class MeshConfig:
     expert: int = _free(1, "devices along the batch and along experts; -1: all that are left", _ROUNDING, low=-1)
 
 
-# What a letter of `model.layout` stands for: the block's mixer and its channel (see `models.blocks`), None without one.
-# They are named and not imported, for a config is read before JAX starts. Lower case, the class names the parameters.
-LETTERS: dict[str, tuple[str | None, str | None]] = {
-    "F": ("mod_jax.models.attention.Attention", "mod_jax.models.mlp.MLP"),
-    "A": ("mod_jax.models.attention.Attention", None),
-    "M": (None, "mod_jax.models.mlp.MLP"),
-    "E": ("mod_jax.models.attention.Attention", "mod_jax.models.moe.Experts"),
-}
-ROUTED = {"R": "F"}  # what other letters stand for, routed; a lower-case letter is its upper case, routed
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockSpec:
-    """One block of the stack: its letter in the layout, and the fraction of tokens that it computes on."""
-
-    kind: str
-    capacity: float
-
-    @property
-    def routed(self) -> bool:
-        return is_routed(self.kind)
-
-    @property
-    def mixer(self) -> str | None:
-        return LETTERS[unrouted(self.kind)][0]
-
-    @property
-    def channel(self) -> str | None:
-        return LETTERS[unrouted(self.kind)][1]
-
-    @property
-    def has_experts(self) -> bool:
-        return self.channel == LETTERS["E"][1]
-
-
-def is_routed(kind: str) -> bool:
-    return kind != unrouted(kind)
-
-
-def unrouted(kind: str) -> str:
-    """The letter of the same block without routing."""
-    return ROUTED.get(kind, kind.upper())
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """A validated configuration: every 0 that stands for "derive it" is resolved, except `model.vocab_size`."""
@@ -348,8 +305,6 @@ def _flat_fields() -> dict[str, dataclasses.Field]:
 
 
 FIELDS = _flat_fields()
-LONGEST_TEXT = 4096  # of a value; the paths of a file system are no longer
-MOST_BLOCKS = FIELDS["model.depth"].metadata["high"]
 LENGTH_KEYS = tuple(name for name, field in FIELDS.items() if field.metadata["change"] == "length")
 
 
@@ -393,9 +348,9 @@ def from_config_dict(config: ml_collections.ConfigDict | dict) -> Config:
     for name in flat:
         if name not in FIELDS:
             raise ConfigError(unknown_key(name))
-    values = {name: _checked(name, field, flat.get(name, field.default)) for name, field in FIELDS.items()}
+    values = {name: checked(name, field, flat.get(name, field.default)) for name, field in FIELDS.items()}
     _resolve(values)
-    _check_relations(values)
+    check_relations(values, LENGTH_KEYS)
     sections = {
         section: cls(**{f.name: values[f"{section}.{f.name}"] for f in dataclasses.fields(cls)})
         for section, cls in _SECTIONS.items()
@@ -471,14 +426,14 @@ def _get(config: Config, name: str) -> Any:
 def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
     """{"section.key": value}. What lies deeper is named, but not looked into: it has no place in a config."""
     if not hasattr(tree, "items"):
-        raise ConfigError(f"config = {_shown(tree)}: must be a ConfigDict, with sections {', '.join(_SECTIONS)}")
+        raise ConfigError(f"config = {shown(tree)}: must be a ConfigDict, with sections {', '.join(_SECTIONS)}")
     flat = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and name.count(".") < 2 and (value or name in _SECTIONS):  # {} is a (wrong) value
             flat |= _flatten(value, f"{name}.")
         elif name in _SECTIONS:
-            raise ConfigError(f"config.{name} = {_shown(value)}: must be a section with keys of its own")
+            raise ConfigError(f"config.{name} = {shown(value)}: must be a section with keys of its own")
         else:
             flat[name] = value
     return flat
@@ -486,69 +441,12 @@ def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
 
 def unknown_key(name: str) -> str:
     """The message for a key that does not exist, with the nearest one that does."""
-    name = name if len(name) <= 100 and name.isprintable() else _shown(name)
+    name = name if len(name) <= 100 and name.isprintable() else shown(name)
     near = difflib.get_close_matches(name, FIELDS, n=1) or [
         k for k in FIELDS if k.split(".")[-1] == name.split(".")[-1]
     ]
     hint = f"; did you mean config.{near[0]}?" if near else f"; sections are {', '.join(_SECTIONS)}"
     return f"config.{name}: unknown key{hint}"
-
-
-def _checked(name: str, field: dataclasses.Field, value: Any) -> Any:
-    """Returns the value in the declared type, or raises ConfigError."""
-    allowed = field.metadata
-
-    def refuse(expected):
-        raise ConfigError(f"config.{name} = {_shown(value)}: must be {expected}")
-
-    def number(value, integral):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            refuse(f"{'an integer' if integral else 'a number'} {_range_text(allowed)}".rstrip())
-        if abs(value) > 1e300 or not math.isfinite(value) or (integral and value != int(value)):
-            refuse(f"{'an integer' if integral else 'a finite number'} {_range_text(allowed)}".rstrip())
-        if not integral and name != "train.flops" and not (value == 0 or 1e-37 < abs(value) < 1e38):
-            refuse(f"a number {_range_text(allowed)} that a float32 can hold")
-        if (
-            (allowed["low"] is not None and value < allowed["low"])
-            or (allowed["above"] is not None and value <= allowed["above"])
-            or (allowed["high"] is not None and value > allowed["high"])
-        ):
-            refuse(f"{'an integer' if integral else 'a number'} {_range_text(allowed)}")
-        return int(value) if integral else float(value)
-
-    if field.type is bool:
-        return value if isinstance(value, bool) else refuse("True or False")
-    if field.type is str:
-        if not isinstance(value, str):
-            refuse("a string" if allowed["choices"] is None else f"one of {', '.join(allowed['choices'])}")
-        if allowed["choices"] is not None and value not in allowed["choices"]:
-            refuse(f"one of {', '.join(allowed['choices'])}")
-        if len(value) > LONGEST_TEXT or not value.isprintable():
-            refuse(f"at most {LONGEST_TEXT} characters, all of which can be printed")
-        return value
-    if isinstance(value, list | tuple) and name == "routing.capacity" and len(value) <= MOST_BLOCKS:
-        return tuple(number(v, integral=False) for v in value) or refuse("one number, or one per routed block")
-    return number(value, integral=field.type is int)
-
-
-def _shown(value: Any) -> str:
-    """A value in a message: on one line, and never long."""
-    try:
-        text = repr(value)
-    except Exception:  # an integer of thousands of digits has no repr, and another's may do anything
-        text = f"a {type(value).__name__} that cannot be shown"
-    text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
-    return text if len(text) <= 100 else f"{text[:60]}... ({len(text):,} characters)"
-
-
-def _range_text(allowed) -> str:
-    low, above, high = (
-        f"{bound:g}" if isinstance(bound, float) else bound
-        for bound in (allowed["low"], allowed["above"], allowed["high"])
-    )
-    if high is None:
-        return f"> {above}" if above is not None else f">= {low}"
-    return f"in {f'({above}' if above is not None else f'[{low}'}, {high}]"
 
 
 def _resolve(values: dict[str, Any]) -> None:
@@ -570,66 +468,3 @@ def _derived(values: dict[str, Any]) -> dict[str, int]:
         "model.context": values["data.seq_len"],
         "experts.hidden": values["model.mlp_dim"] or 4 * width,
     }
-
-
-def _check_relations(values: dict[str, Any]) -> None:
-    """Checks what no single key can know."""
-
-    def refuse(name, why):
-        raise ConfigError(f"config.{name} = {_shown(values[name])}: {why}")
-
-    if values["model.num_heads"] % values["model.num_kv_heads"]:
-        refuse("model.num_kv_heads", f"must divide model.num_heads = {values['model.num_heads']}")
-    if values["model.head_dim"] % 2:
-        refuse("model.head_dim", "must be even (rotary angles turn pairs)")
-    known = {*LETTERS, *ROUTED, *(letter.lower() for letter in LETTERS)}
-    if not values["model.layout"] or not known.issuperset(values["model.layout"]):
-        alone = "E has experts, A is attention alone, M an MLP alone; a lower-case letter is routed, f is R"
-        refuse("model.layout", f"must be letters F (full) and R (routed), such as FR, FFR, R or F; {alone}")
-    if values["data.seq_len"] > values["model.context"]:
-        refuse("data.seq_len", f"must not exceed model.context = {values['model.context']}")
-
-    layout, depth = values["model.layout"], values["model.depth"]
-    routed = sum(is_routed(layout[i % len(layout)]) for i in range(depth))
-    capacity = values["routing.capacity"]
-    if isinstance(capacity, tuple) and len(capacity) == 1:
-        values["routing.capacity"] = capacity = capacity[0]
-    if isinstance(capacity, tuple) and len(capacity) != routed:
-        refuse("routing.capacity", f"must be one number or {routed}, one per routed block of {depth} x {layout!r}")
-    if not routed and values["routing.aux_weight"]:
-        refuse("routing.aux_weight", f"must be 0: layout {layout!r} at depth {depth} has no routed block")
-    score = values["routing.score"]
-    if score == "stochastic" and values["routing.predictor"]:
-        refuse("routing.predictor", "must be False with routing.score = 'stochastic': noise cannot be predicted")
-    if score in ("stochastic", "frozen"):
-        if values["routing.aux_weight"]:
-            refuse("routing.aux_weight", f"must be 0 with routing.score = {score!r}: its router is not trained")
-        if values["routing.gate"] != "raw":
-            refuse("routing.gate", f"must be 'raw' (and is 1) with routing.score = {score!r}")
-    if score == "frozen" and values["optimizer.router_weight_decay"]:
-        refuse("optimizer.router_weight_decay", "must be 0 with routing.score = 'frozen': its router is not trained")
-
-    if values["experts.chosen"] > values["experts.count"] + values["experts.noop"]:
-        refuse("experts.chosen", "must not exceed experts.count + experts.noop")
-    if values["experts.choice"] == "expert":
-        for name, without in (("experts.chosen", 1), ("experts.noop", 0), ("experts.overflow", "position")):
-            if values[name] != without:
-                refuse(name, f"must be {without!r} with experts.choice = 'expert': experts fill their slots themselves")
-        if values["experts.capacity"] > values["experts.count"]:
-            refuse("experts.capacity", "must not exceed experts.count with experts.choice = 'expert'")
-
-    if values["train.batch_size"] % values["train.accumulation"]:
-        refuse("train.accumulation", f"must divide train.batch_size = {values['train.batch_size']}")
-    given = {name: values[name] for name in LENGTH_KEYS if values[name]}
-    if len(given) != 1:
-        found = ", ".join(f"{name} = {value:g}" for name, value in given.items()) or "none"
-        hint = "; set the others to 0" if given else ""
-        raise ConfigError(f"config.train: exactly one of steps, tokens, flops must be > 0; found {found}{hint}")
-    free_axes = [name for name in ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.expert") if values[name] == -1]
-    if len(free_axes) > 1:
-        refuse(free_axes[1], "at most one mesh axis can be -1 (all that are left)")
-    for name in ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.expert"):
-        if values[name] == 0:
-            refuse(name, "must be -1 (all that are left) or a number of devices >= 1")
-    if values["mesh.tensor"] > 0 and values["model.num_kv_heads"] % values["mesh.tensor"]:
-        refuse("mesh.tensor", f"must divide model.num_kv_heads = {values['model.num_kv_heads']}")

@@ -13,8 +13,9 @@ import pytest
 
 import mod_jax
 from mod_jax import config as config_lib
-from mod_jax.config import FIELDS, BlockSpec, Config, default_config, make_config, may_change
+from mod_jax.config import FIELDS, Config, default_config, make_config, may_change
 from mod_jax.errors import ConfigError
+from mod_jax.layout import BlockSpec
 from mod_jax.sharding import AXES
 
 STEPS = {"train.steps": 10}

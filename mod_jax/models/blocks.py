@@ -14,7 +14,7 @@ Both kinds are called alike,
     x_BTD, memory, record = block(x_BTD, tokens, memory, choice, dispatch)
 
 and nobody outside `make_block` asks what is inside. To add a kind of block: write its mixer or channel in a file of its
-own, and give it a letter in `config.LETTERS` (see docs/extending.md, as for a gate or a score).
+own, and give it a letter in `layout.LETTERS` (see docs/extending.md, as for a gate or a score).
 
 Vocabulary: B rows, T positions, C slots (tokens that a routed block computes on), D width, L routed blocks. A *score*
 is the router's raw float32 number per token; the *gate* is the weight multiplied on the block's update; *selected*
@@ -33,8 +33,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from mod_jax import routing
-from mod_jax.config import BlockSpec, Config
+from mod_jax.config import Config
 from mod_jax.errors import ConfigError
+from mod_jax.layout import BlockSpec
 from mod_jax.models.layers import RMSNorm, inverse_rms, normal
 from mod_jax.models.memory import Memory, Seen, Tokens
 from mod_jax.sharding import param
@@ -74,7 +75,7 @@ class Channel(Protocol):
 
 
 def part(place: str) -> Any:
-    """The class of a mixer or channel, from its place in `config.LETTERS`."""
+    """The class of a mixer or channel, from its place in `layout.LETTERS`."""
     return pkgutil.resolve_name(place)
 
 

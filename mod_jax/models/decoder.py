@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mod_jax.config import BlockSpec, Config
+from mod_jax.config import Config
+from mod_jax.layout import BlockSpec
 from mod_jax.models.blocks import (
     ROUTING_INDICES,
     TOPK,

@@ -14,7 +14,8 @@ import math
 from collections.abc import Sequence
 
 from mod_jax import routing
-from mod_jax.config import BlockSpec, Config, unrouted
+from mod_jax.config import Config
+from mod_jax.layout import BlockSpec, unrouted
 from mod_jax.models import moe
 from mod_jax.models.blocks import part, predictor_hidden, router_width
 

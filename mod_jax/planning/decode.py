@@ -21,9 +21,10 @@ import numpy as np
 from jax.sharding import AxisType, SingleDeviceSharding
 
 from mod_jax import tuning
-from mod_jax.config import Config, is_routed
+from mod_jax.config import Config
 from mod_jax.data.cache import cache_root
 from mod_jax.errors import ConfigError
+from mod_jax.layout import is_routed
 from mod_jax.models import flops
 from mod_jax.models.blocks import Choice
 from mod_jax.models.model import make_model

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mod_jax.config import BlockSpec
+from mod_jax.layout import BlockSpec
 from mod_jax.models import blocks
 from mod_jax.models.blocks import SELECTIONS, TOPK, Choice, make_block
 from mod_jax.models.dispatch import uncached

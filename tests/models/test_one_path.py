@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 from mod_jax import config as config_lib
+from mod_jax import layout as layout_lib
 from mod_jax import sharding
 from mod_jax.config import Config
 from mod_jax.models import mlp
@@ -54,7 +55,7 @@ class CausalMean(nnx.Module):
 @pytest.fixture(autouse=True)
 def causal_mean(monkeypatch):
     """The line that adds a kind of block: a letter. `C` is whole, `c` routed."""
-    monkeypatch.setitem(config_lib.LETTERS, "C", (f"{__name__}.CausalMean", "mod_jax.models.mlp.MLP"))
+    monkeypatch.setitem(layout_lib.LETTERS, "C", (f"{__name__}.CausalMean", "mod_jax.models.mlp.MLP"))
 
 
 # Cached and uncached
@@ -76,7 +77,7 @@ RULES = ("router", "predictor", "threshold", "all", "nobody")
 
 
 def model_of(build, layout, **changes):
-    routed = any(config_lib.is_routed(letter) for letter in layout)
+    routed = any(layout_lib.is_routed(letter) for letter in layout)
     switches = {} if routed else {"routing.aux_weight": 0.0}
     return build(**{"model.layout": layout, "model.depth": max(2, len(layout)), **switches, **changes})
 
