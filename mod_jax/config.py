@@ -68,6 +68,7 @@ class ModelConfig:
     activation: str = _key(
         "relu_squared", "MLP non-linearity", choices=("relu_squared", "gelu", "silu"), change="never"
     )
+    gated_mlp: bool = _key(False, "MLP down(activation(gate(x)) * up(x)), with a third weight", change="never")
     layout: str = _key(
         "FR",
         "pattern of block kinds, cycled over depth: F full, E full with experts, A attention alone, M MLP alone; "
@@ -81,7 +82,15 @@ class ModelConfig:
         high=2**24,
     )
     rope_base: float = _key(10_000.0, "base of the rotary wavelengths", above=1.0)
+    rope_factors: tuple[float, ...] = _key(
+        (), "what each rotary frequency is divided by: head_dim / 2 numbers; (): 1", above=0.0
+    )
+    qkv_bias: bool = _key(False, "add a bias to queries, keys and values", change="never")
     qk_norm: bool = _key(True, "RMS-normalise queries and keys per head", change="never")
+    norm_eps: float = _key(1e-6, "what every RMS norm adds to the mean square", above=0.0)
+    embed_scale: bool = _key(
+        True, "multiply embeddings by sqrt(width) where they enter the first block", change="never"
+    )
     tie_embedding: bool = _key(False, "use the embedding table for the logits", change="never")
     dtype: str = _key(
         "float32", "compute dtype; parameters, router and loss stay float32", choices=("float32", "bfloat16")

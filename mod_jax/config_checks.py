@@ -10,6 +10,7 @@ from mod_jax.layout import LETTERS, ROUTED, is_routed
 
 LONGEST_TEXT = 4096  # of a value; the paths of a file system are no longer
 MOST_BLOCKS = 2**12
+MOST_FACTORS = 2**10
 
 
 def checked(name: str, field: dataclasses.Field, value: Any) -> Any:
@@ -46,6 +47,9 @@ def checked(name: str, field: dataclasses.Field, value: Any) -> Any:
         return value
     if isinstance(value, list | tuple) and name == "routing.capacity" and len(value) <= MOST_BLOCKS:
         return tuple(number(v, integral=False) for v in value) or refuse("one number, or one per routed block")
+    if name == "model.rope_factors":
+        is_list = isinstance(value, list | tuple) and len(value) <= MOST_FACTORS
+        return tuple(number(v, integral=False) for v in value) if is_list else refuse("a list of numbers > 0")
     return number(value, integral=field.type is int)
 
 
@@ -86,7 +90,14 @@ def check_relations(values: dict[str, Any], length_keys: Sequence[str]) -> None:
     if values["data.seq_len"] > values["model.context"]:
         refuse("data.seq_len", f"must not exceed model.context = {values['model.context']}")
 
+    factors = values["model.rope_factors"]
+    if factors and len(factors) != values["model.head_dim"] // 2:
+        pairs = f"model.head_dim / 2 = {values['model.head_dim'] // 2}"
+        refuse("model.rope_factors", f"must be () or {pairs} numbers, one per rotary frequency; found {len(factors)}")
+
     layout, depth = values["model.layout"], values["model.depth"]
+    if values["model.gated_mlp"] and "E" in layout[:depth].upper():
+        refuse("model.gated_mlp", f"must be False with layout {layout!r}: experts (E, e) have no gate")
     routed = sum(is_routed(layout[i % len(layout)]) for i in range(depth))
     capacity = values["routing.capacity"]
     if isinstance(capacity, tuple) and len(capacity) == 1:

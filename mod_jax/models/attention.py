@@ -95,12 +95,21 @@ class Attention(nnx.Module):
         self.k_DKH = param(rngs, (D, K, H), ("embed", "kv_heads", None), normal(D**-0.5))
         self.v_DKH = param(rngs, (D, K, H), ("embed", "kv_heads", None), normal(D**-0.5))
         self.o_NHD = param(rngs, (N, H, D), ("heads", None, "embed"), normal((2 * model.depth * N * H) ** -0.5))
-        self.q_norm = RMSNorm(H, rngs) if model.qk_norm else None
-        self.k_norm = RMSNorm(H, rngs) if model.qk_norm else None
+        zeros = jax.nn.initializers.zeros
+        if model.qkv_bias:
+            self.q_bias_NH = param(rngs, (N, H), ("heads", None), zeros, group="vector")
+            self.k_bias_KH = param(rngs, (K, H), ("kv_heads", None), zeros, group="vector")
+            self.v_bias_KH = param(rngs, (K, H), ("kv_heads", None), zeros, group="vector")
+        self.has_bias = model.qkv_bias
+        self.q_norm = RMSNorm(H, rngs, model.norm_eps) if model.qk_norm else None
+        self.k_norm = RMSNorm(H, rngs, model.norm_eps) if model.qk_norm else None
 
     def ask(self, x_BTD: jax.Array, tokens: Tokens) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """(queries [B, T, N, H], (keys, values) [B, K, T, H])."""
         q, k, v = (dense(x_BTD, w[...]) for w in (self.q_DNH, self.k_DKH, self.v_DKH))
+        if self.has_bias:
+            biases = self.q_bias_NH, self.k_bias_KH, self.v_bias_KH
+            q, k, v = (a + b[...].astype(a.dtype)[None, None] for a, b in zip((q, k, v), biases, strict=True))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, tokens.angles), rotate(k, tokens.angles)

@@ -187,7 +187,7 @@ class Block(nnx.Module):
         self.has_experts = spec.has_experts
         for name, place in zip(self.names, places, strict=True):
             if place is not None:
-                setattr(self, f"{name}_norm", RMSNorm(config.model.width, rngs))
+                setattr(self, f"{name}_norm", RMSNorm(config.model.width, rngs, config.model.norm_eps))
                 setattr(self, name, part(place)(config, rngs))
 
     def ask(self, x_BTD: jax.Array, tokens: Tokens) -> tuple[Any, Any]:
@@ -313,7 +313,7 @@ class Routed(nnx.Module):
         self.predictor = Predictor(config.model.width, capacity, rngs) if config.routing.predictor else None
         self.capacity = capacity
         self.gate_kind = "one" if config.routing.score in ("stochastic", "frozen") else config.routing.gate
-        self.input_kind = config.routing.router_input
+        self.input_kind, self.norm_eps = config.routing.router_input, config.model.norm_eps
         self.topk_per = config.routing.topk_per
 
     def __call__(
@@ -347,7 +347,8 @@ class Routed(nnx.Module):
     ) -> tuple[jax.Array, jax.Array | None]:
         """Router scores and predictor logits, float32 [B, T], from the block's input."""
         input_BTD = x_BTD.astype(jnp.float32)
-        scale_BT = inverse_rms(input_BTD) if self.input_kind == "normed" else jnp.ones(x_BTD.shape[:2], jnp.float32)
+        is_normed = self.input_kind == "normed"
+        scale_BT = inverse_rms(input_BTD, self.norm_eps) if is_normed else jnp.ones(x_BTD.shape[:2], jnp.float32)
         scores_BT = self.router(input_BTD, scale_BT, tokens.positions_BT, keys_B)
         return scores_BT, None if self.predictor is None else self.predictor(input_BTD, scale_BT)
 

@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: Config, vocab_size: int, rngs: nnx.Rngs):
         model = config.model
-        self.embedder = Embedder(vocab_size, model.width, model.tie_embedding, rngs)
+        self.embedder = Embedder(vocab_size, model.width, model.tie_embedding, rngs, model.embed_scale)
         unit = repeating_unit(config.blocks)
         self.num_units = len(config.blocks) // unit
 
@@ -99,10 +99,10 @@ class Decoder(nnx.Module):
 
         self.units = nnx.vmap(make_unit, in_axes=0, out_axes=0)(jax.random.split(rngs.params(), self.num_units))
         self.tail = BlockGroup(config, config.blocks[self.num_units * unit :], rngs)
-        self.final_norm = RMSNorm(model.width, rngs)
+        self.final_norm = RMSNorm(model.width, rngs, model.norm_eps)
         self.kinds = tuple(spec.kind for spec in config.blocks)
         self.dtype = jnp.dtype(model.dtype)
-        self.head_dim, self.rope_base = model.head_dim, model.rope_base
+        self.rotary = model.head_dim, model.rope_base, model.rope_factors
         self.scan, self.remat = model.scan, model.remat
 
     def blocks_apart(self) -> list[Block | Routed]:
@@ -140,7 +140,7 @@ class Decoder(nnx.Module):
             positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
         if segments_BT is None:
             segments_BT = jnp.ones((B, T), jnp.int32)
-        tokens = make_tokens(positions_BT, segments_BT, self.head_dim, self.rope_base)
+        tokens = make_tokens(positions_BT, segments_BT, *self.rotary)
 
         def run(x_BTD, group_inputs):
             group, cutoffs_L, expert_cutoffs_LE, index = group_inputs

@@ -4,6 +4,7 @@ Vocabulary: B rows, T positions, D model width, N heads, H head dim, V vocabular
 modules compute in the dtype of their input.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -28,14 +29,14 @@ def dense(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> ja
     return product.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
-def rms_normalise(x: jax.Array) -> jax.Array:
+def rms_normalise(x: jax.Array, eps: float = 1e-6) -> jax.Array:
     """x / rms(x) over the last axis, float32."""
-    return x.astype(jnp.float32) * inverse_rms(x)[..., None]
+    return x.astype(jnp.float32) * inverse_rms(x, eps)[..., None]
 
 
-def inverse_rms(x: jax.Array) -> jax.Array:
-    """1 / rms(x) over the last axis, float32, without that axis."""
-    return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1) + 1e-6)
+def inverse_rms(x: jax.Array, eps: float = 1e-6) -> jax.Array:
+    """1 / rms(x) over the last axis, float32, without that axis. `eps` is added to the mean square."""
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1) + eps)
 
 
 class RotaryAngles(NamedTuple):
@@ -45,10 +46,16 @@ class RotaryAngles(NamedTuple):
     cos_BTH: jax.Array
 
 
-def rotary_angles(positions_BT: jax.Array, head_dim: int, base: float) -> RotaryAngles:
-    """The angles of these positions. A token has those of its ORIGINAL position, whatever slot it sits in."""
+def rotary_angles(positions_BT: jax.Array, head_dim: int, base: float, factors: Sequence[float] = ()) -> RotaryAngles:
+    """The angles of these positions. A token has those of its ORIGINAL position, whatever slot it sits in.
+
+    Args:
+      factors: what each of the H / 2 frequencies is divided by; (): 1. Llama 3 so stretches its long wavelengths.
+    """
     half = head_dim // 2
     frequencies_H = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if factors:
+        frequencies_H = frequencies_H / jnp.array(factors, jnp.float32)
     angles_BTH = positions_BT[..., None].astype(jnp.float32) * frequencies_H[None, None]
     return RotaryAngles(jnp.sin(angles_BTH), jnp.cos(angles_BTH))
 
@@ -63,21 +70,22 @@ def rotate(x_BTNH: jax.Array, angles: RotaryAngles) -> jax.Array:
 class RMSNorm(nnx.Module):
     """RMS normalisation with a learned scale."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs):
+    def __init__(self, width: int, rngs: nnx.Rngs, eps: float = 1e-6):
         self.scale_D = param(rngs, (width,), (None,), jax.nn.initializers.ones, group="vector")
+        self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return (rms_normalise(x) * jnp.expand_dims(self.scale_D[...], range(x.ndim - 1))).astype(x.dtype)
+        return (rms_normalise(x, self.eps) * jnp.expand_dims(self.scale_D[...], range(x.ndim - 1))).astype(x.dtype)
 
 
 class Embedder(nnx.Module):
-    """Token table and logits. With `tie` the table serves both."""
+    """Token table and logits. With `tie` the table serves both. With `scale` its rows enter times sqrt(D)."""
 
-    def __init__(self, vocab_size: int, width: int, tie: bool, rngs: nnx.Rngs):
+    def __init__(self, vocab_size: int, width: int, tie: bool, rngs: nnx.Rngs, scale: bool = True):
         self.table_VD = param(rngs, (vocab_size, width), ("vocab", "embed"), normal(width**-0.5))
         if not tie:
             self.unembed_DV = param(rngs, (width, vocab_size), ("embed", "vocab"), normal(width**-0.5))
-        self.tie = tie
+        self.tie, self.scale = tie, scale
 
     def embed(self, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """[B, T] ids -> [B, T, D]. Ids must be in the vocabulary (checked on the host)."""
@@ -85,7 +93,8 @@ class Embedder(nnx.Module):
         table_VD = constrain(self.table_VD[...].astype(dtype), ("vocab", None))
         x_BTD = table_VD.at[tokens_BT].get(mode="promise_in_bounds")
         # Entries of order 1 from a table of order D^-0.5: Adam then moves embeddings as fast as everything else.
-        return constrain(x_BTD * table_VD.shape[1] ** 0.5, ("batch", None, None))
+        x_BTD = x_BTD * table_VD.shape[1] ** 0.5 if self.scale else x_BTD
+        return constrain(x_BTD, ("batch", None, None))
 
     def output_weight(self) -> jax.Array:
         """float32 [D, V], which turns a position into its logits."""

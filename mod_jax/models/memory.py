@@ -20,6 +20,7 @@ Invariants:
 Vocabulary: B rows, R of these rows, T new tokens, S slots, K key/value heads, H head dim.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,9 +43,15 @@ class Tokens(NamedTuple):
     angles: RotaryAngles
 
 
-def make_tokens(positions_BT: jax.Array, segments_BT: jax.Array, head_dim: int, rope_base: float) -> Tokens:
+def make_tokens(
+    positions_BT: jax.Array,
+    segments_BT: jax.Array,
+    head_dim: int,
+    rope_base: float,
+    rope_factors: Sequence[float] = (),
+) -> Tokens:
     """Tokens at these positions, with the rotary angles that every block applies: sines are dear, so made once."""
-    return Tokens(positions_BT, segments_BT, rotary_angles(positions_BT, head_dim, rope_base))
+    return Tokens(positions_BT, segments_BT, rotary_angles(positions_BT, head_dim, rope_base, rope_factors))
 
 
 class Seen(NamedTuple):

@@ -67,7 +67,7 @@ def _item(config: Config, mixer: str) -> Any:
     def leave():
         m = config.model
         one_11 = jnp.ones((1, 1), jnp.int32)
-        tokens = make_tokens(one_11, one_11, m.head_dim, m.rope_base)
+        tokens = make_tokens(one_11, one_11, m.head_dim, m.rope_base, m.rope_factors)
         return part(mixer)(config, nnx.Rngs(params=0)).ask(jnp.zeros((1, 1, m.width), m.dtype), tokens)[1]
 
     return jax.eval_shape(leave)

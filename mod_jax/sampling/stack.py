@@ -40,12 +40,11 @@ class Stack:
     inside: dict[str, Block]
     kinds: tuple[str, ...] = dataclasses.field(metadata=dict(static=True))
     dtype: jnp.dtype = dataclasses.field(metadata=dict(static=True))
-    head_dim: int = dataclasses.field(metadata=dict(static=True))
-    rope_base: float = dataclasses.field(metadata=dict(static=True))
+    rotary: tuple[int, float, tuple[float, ...]] = dataclasses.field(metadata=dict(static=True))
 
     def tokens(self, positions_BT: jax.Array, is_there_BT: jax.Array) -> Tokens:
         """One document per row."""
-        return make_tokens(positions_BT, is_there_BT.astype(jnp.int32), self.head_dim, self.rope_base)
+        return make_tokens(positions_BT, is_there_BT.astype(jnp.int32), *self.rotary)
 
     def block_inside(self, depth: int) -> Block:
         """What the routed block at this depth runs its tokens through.
@@ -87,7 +86,7 @@ def split(decoder: Decoder, platform: str) -> Stack:
             for block in same:
                 block.block = None
     outer = decoder.embedder, tuple(blocks), decoder.final_norm
-    return Stack(*outer, inside, kinds, decoder.dtype, decoder.head_dim, decoder.rope_base)
+    return Stack(*outer, inside, kinds, decoder.dtype, decoder.rotary)
 
 
 def prefill(

@@ -98,10 +98,12 @@ def test_a_dense_block_is_the_textbook_count():
     assert flops.block_flops(config, config.blocks[0], 100) == (24 * 100 * 64**2, 4 * 100**2 * 64)
 
 
-def test_linear_flops_are_two_per_weight_and_token():
-    config = hand(**{"routing.capacity": 1.0})
+@pytest.mark.parametrize("gated", [False, True])
+def test_linear_flops_are_two_per_weight_and_token(gated):
+    config = hand(**{"routing.capacity": 1.0, "model.gated_mlp": gated})
     shapes = jax.tree_util.tree_leaves_with_path(make_model(config, 100).abstract_params)
     matrices = {"q_DNH", "k_DKH", "v_DKH", "o_NHD", "up_DF", "down_FD", "unembed_DV", "weight_D", "up_DP", "down_P"}
+    matrices |= {"gate_DF"}
     weights = sum(leaf.size for path, leaf in shapes if path[-1].key in matrices)
     forward = flops.forward_flops(config, 100)
     assert forward.total - forward.attention == 2 * 10 * weights

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from mod_jax import sharding
 from mod_jax.config import Config, ModelConfig
 from mod_jax.models import layers
+from mod_jax.models.attention import Attention
 from mod_jax.models.blocks import TOPK
 from mod_jax.models.memory import make_tokens
 from mod_jax.models.mlp import MLP
@@ -23,8 +24,8 @@ def rngs():
     return nnx.Rngs(params=KEY)
 
 
-def mlp_config(width, hidden, activation="gelu"):
-    return Config(model=ModelConfig(width=width, mlp_dim=hidden, activation=activation, depth=1))
+def mlp_config(width, hidden, activation="gelu", **changes):
+    return Config(model=ModelConfig(width=width, mlp_dim=hidden, activation=activation, depth=1, **changes))
 
 
 def random(*shape, seed=1):
@@ -79,6 +80,13 @@ def test_rms_normalise_by_hand():
     assert layers.rms_normalise(jnp.ones((2, 4), jnp.bfloat16)).dtype == jnp.float32
 
 
+def test_the_norms_epsilon_by_hand():
+    # mean square 12.5, and 12.5 + 37.5 = 50
+    np.testing.assert_allclose(layers.inverse_rms(jnp.array([3.0, 4.0]), 37.5), 50**-0.5, rtol=1e-6)
+    norm = layers.RMSNorm(2, rngs(), eps=37.5)
+    np.testing.assert_allclose(norm(jnp.array([[[3.0, 4.0]]])), [[[3 / 50**0.5, 4 / 50**0.5]]], rtol=1e-6)
+
+
 def test_rmsnorm_scales_and_returns_the_dtype_of_its_input():
     norm = layers.RMSNorm(2, rngs())
     norm.scale_D[...] = jnp.array([1.0, 10.0])
@@ -95,6 +103,14 @@ def test_rotate_by_hand():
     at_0, at_3 = (layers.rotary_angles(jnp.array([[position]]), 4, 100.0) for position in (0, 3))
     np.testing.assert_allclose(layers.rotate(x, at_3)[0, 0, 0], expected, rtol=1e-6)
     np.testing.assert_array_equal(layers.rotate(x, at_0), x)
+
+
+def test_a_rotary_factor_divides_its_frequency():
+    position = jnp.array([[6]])
+    angles, plain = layers.rotary_angles(position, 4, 100.0, (2.0, 3.0)), layers.rotary_angles(position, 4, 100.0)
+    # 6 / 2, and 6 * 100^(-1/2) / 3
+    np.testing.assert_allclose(angles.sin_BTH, [[[math.sin(3.0), math.sin(0.2)]]], rtol=1e-5)
+    np.testing.assert_allclose(plain.sin_BTH, [[[math.sin(6.0), math.sin(0.6)]]], rtol=1e-5)
 
 
 def test_rotated_products_depend_on_distance_only():
@@ -168,3 +184,34 @@ def test_mlp_by_hand(activation, at_2, at_minus_2):
     out, record = mlp(jnp.full((1, 1, 1), 2.0), make_tokens(one_11, one_11, 2, 1e4), TOPK)  # hidden (2, -2)
     assert record is None
     assert float(out[0, 0, 0]) == pytest.approx(at_2 + 100 * at_minus_2, rel=1e-4)
+
+
+def test_a_gated_mlp_by_hand():
+    mlp = MLP(mlp_config(1, 2, "silu", gated_mlp=True), rngs())
+    mlp.up_DF[...], mlp.gate_DF[...] = jnp.array([[3.0, 5.0]]), jnp.array([[1.0, -1.0]])
+    mlp.down_FD[...] = jnp.array([[1.0], [100.0]])
+    one_11 = jnp.ones((1, 1), jnp.int32)
+    out, _ = mlp(jnp.full((1, 1, 1), 2.0), make_tokens(one_11, one_11, 2, 1e4), TOPK)
+    # up gives (6, 10), the gate silu(2, -2) = (1.761594, -0.238406)
+    assert float(out[0, 0, 0]) == pytest.approx(6 * 1.761594 + 100 * 10 * -0.238406, rel=1e-4)
+
+
+def test_biases_of_queries_keys_and_values_are_added_before_the_rotation(tiny_config):
+    config = tiny_config(**{"model.qkv_bias": True, "model.qk_norm": False})
+    attention = Attention(config, rngs())
+    for name in ("q_bias_NH", "k_bias_KH", "v_bias_KH"):
+        assert not getattr(attention, name)[...].any()  # so that a fresh model begins without
+        getattr(attention, name)[...] = random(*getattr(attention, name).shape)
+    x_BTD, one_11 = jnp.zeros((1, 1, 16)), jnp.ones((1, 1), jnp.int32)
+    tokens = make_tokens(2 * one_11, one_11, 8, 1e4)
+    q, (k, v) = attention.ask(x_BTD, tokens)
+    np.testing.assert_allclose(q, layers.rotate(attention.q_bias_NH[...][None, None], tokens.angles), rtol=1e-6)
+    np.testing.assert_allclose(k[:, :, 0], layers.rotate(attention.k_bias_KH[...][None, None], tokens.angles)[:, 0])
+    np.testing.assert_array_equal(v[0, :, 0], attention.v_bias_KH[...])
+
+
+def test_embeddings_enter_scaled_or_as_they_are():
+    scaled, plain = (layers.Embedder(3, 4, True, rngs(), scale) for scale in (True, False))
+    ids = jnp.array([[2, 0]])
+    np.testing.assert_array_equal(plain.embed(ids, jnp.float32), plain.table_VD[...][ids])
+    np.testing.assert_array_equal(scaled.embed(ids, jnp.float32), 2 * plain.table_VD[...][ids])
