@@ -22,7 +22,6 @@ by quarter of the row.
 import collections
 import json
 import pathlib
-import runpy
 
 import cells
 import jax
@@ -31,7 +30,6 @@ from absl import app, flags
 from matplotlib.figure import Figure
 
 import mod_jax
-from mod_jax import config as config_lib
 from mod_jax import host, outputs, routing
 from mod_jax.analysis import plots
 from mod_jax.analysis.routing_stats import block_name
@@ -85,10 +83,13 @@ def main(_) -> None:
     planned = [
         cell(out, variant, seed, tuning["best"].get(variant)) for variant in VARIANTS.value for seed in SEEDS.value
     ]
-    cells.run(planned, JOBS.value)
-    results = [measure(planned_cell.workdir) for planned_cell in planned]
-    lines = [*tuning_table(tuning), "", *table(results), "", *pair_table(results)]
-    run = json.loads((planned[0].workdir / "config.json").read_text())
+    found = cells.run(planned, JOBS.value)
+    done = [f for f in found if f.state == "done"]
+    if not done:
+        raise SystemExit("no run is done: " + "; ".join(cells.not_done(found)))
+    results = [measure(f.cell.workdir) for f in done]
+    lines = [*tuning_table(tuning), "", *table(results), "", *pair_table(results), *cells.not_done(found)]
+    run = done[0].result
     lines.append(f"\n{run['corpus']}; commit {run['commit']}; jax {run['jax']}; {run['device']}.")
     outputs.write_json(out / "mode.json", results)
     outputs.write_text(out / "table.md", "\n".join(lines) + "\n")
@@ -97,18 +98,17 @@ def main(_) -> None:
 
 
 def cell(folder: pathlib.Path, variant: str, seed: int | str, weight: str | None) -> cells.Cell:
-    overrides = [f"--config.seed={seed}", EVERY]
+    changes = {"seed": int(seed), "train.eval_every": 900 // NUM_CURVE_POINTS}
     if weight is not None:
-        overrides.append(f"--config.experts.balance_weight={weight}")
-    return cells.Cell(f"mode.py:{variant}{SUFFIX.value}", folder / f"{variant}-seed{seed}", tuple(overrides))
+        changes["experts.balance_weight"] = float(weight)
+    return cells.Cell(folder / f"{variant}-seed{seed}", f"mode.py:{variant}{SUFFIX.value}", changes)
 
 
 def tune(out: pathlib.Path) -> dict:
     """The best balance weight of each variant that has such a loss, and the losses that say so."""
     if TUNED.value is not None:
         return json.loads((pathlib.Path(TUNED.value) / "tuning.json").read_text())
-    get_config = runpy.run_path(str(cells.ROOT / "configs" / "mode.py"))["get_config"]
-    configs = {variant: config_lib.from_config_dict(get_config(variant)) for variant in VARIANTS.value}
+    configs = {variant: cell(out, variant, TUNE_SEED.value, None).load() for variant in VARIANTS.value}
     tuned = [variant for variant, config in configs.items() if config.expert_depths and not config.experts_choose]
     if len(WEIGHTS.value) == 1:
         return {"seed": None, "losses": {}, "best": dict.fromkeys(tuned, WEIGHTS.value[0])}
@@ -117,15 +117,13 @@ def tune(out: pathlib.Path) -> dict:
         for variant in tuned
         for weight in WEIGHTS.value
     }
-    cells.run(list(planned.values()), JOBS.value)
+    if lines := cells.not_done(cells.run(list(planned.values()), JOBS.value)):
+        raise SystemExit("the balance weight cannot be chosen: " + "; ".join(lines))
     losses = {variant: {} for variant in tuned}
     for (variant, weight), planned_cell in planned.items():
         losses[variant][weight] = evaluations(planned_cell.workdir)[-1]["eval/topk_loss"]
     best = {variant: min(by_weight, key=by_weight.get) for variant, by_weight in losses.items()}
     return {"seed": TUNE_SEED.value, "losses": losses, "best": best}
-
-
-EVERY = f"--config.train.eval_every={900 // NUM_CURVE_POINTS}"
 
 
 def evaluations(workdir: pathlib.Path) -> list[dict]:

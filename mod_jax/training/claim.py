@@ -31,6 +31,7 @@ from mod_jax.paths import writing
 
 BEAT = 10.0  # seconds between two signs of life
 SILENCE = 150.0  # seconds without one after which a run on another host is dead; network disks may show one 60 s late
+TAKEN = "another run is using this workdir"  # what a refusal says
 LONG_AGO = 3600.0  # a last beat this many seconds old need not be watched; no two clocks are that far apart
 
 
@@ -145,7 +146,7 @@ class Claim:
         return True
 
     def _refusal(self, other: dict[str, Any], remark: str = "") -> StorageError:
-        return StorageError(f"{self._path.parent}: another run is using this workdir: {_describe(other)}{remark}")
+        return StorageError(f"{self._path.parent}: {TAKEN}: {_describe(other)}{remark}")
 
     def _keep_beating(self, beat: float) -> None:
         while not self._ended.wait(beat):
