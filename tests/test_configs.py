@@ -33,7 +33,15 @@ def documented(name):
     texts = [(ROOT / "configs" / f"{name}.py").read_text()]
     texts += [path.read_text() for path in ROOT.glob("*.md")]
     found = {match for text in texts for match in re.findall(rf"configs/{name}\.py:([\w=,.:]*\w)", text)}
-    if hasattr(module, "VARIANTS"):
+    if hasattr(module, "PRESETS"):
+        found |= {
+            f"preset={p},variant={v},budget={b},width={w}"
+            for p, s in module.PRESETS.items()
+            for v in module.VARIANTS
+            for b, ws in s.widths.items()
+            for w in ws
+        }
+    elif hasattr(module, "VARIANTS"):
         found |= {variant + rest for variant in module.VARIANTS for rest in ("", ":long")}
     if hasattr(module, "SHAPES"):
         found |= {f"size={size},model={model}" for size, model in itertools.product(module.SHAPES, module.MODELS)}
