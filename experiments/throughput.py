@@ -23,14 +23,16 @@ from flax import nnx
 
 from mod_jax import config as config_lib
 from mod_jax import host, routing
+from mod_jax.data.batches import MODEL_INPUTS
 from mod_jax.layout import BlockSpec
 from mod_jax.models import flops
 from mod_jax.models.blocks import TOPK, make_block
 from mod_jax.models.dispatch import through_slots
 from mod_jax.models.memory import Present, make_tokens
 from mod_jax.models.model import make_model
+from mod_jax.training.language import Language
 from mod_jax.training.rates import measure_matmul_peak
-from mod_jax.training.step import MODEL_INPUTS, init_state, make_train_step
+from mod_jax.training.step import init_state, make_train_step
 
 WIDTH = flags.DEFINE_integer("width", 256, "D")
 DEPTH = flags.DEFINE_integer("depth", 12, "L")
@@ -114,7 +116,7 @@ def step_program(config: config_lib.Config):
     positions = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
     arrays = (tokens[:, :-1], tokens[:, 1:], positions, jnp.ones_like(positions))
     batch = dict(zip(MODEL_INPUTS, arrays, strict=True))
-    step = jax.jit(make_train_step(config, model, 100), donate_argnums=0)
+    step = jax.jit(make_train_step(Language(config, model), 100), donate_argnums=0)
 
     def program():
         nonlocal state
@@ -185,7 +187,9 @@ def compile_table(_) -> None:
             model = make_model(config, VOCAB.value)
             state = jax.eval_shape(lambda config=config, model=model: init_state(config, model))
             rows = jax.ShapeDtypeStruct((BATCH.value, SEQ_LEN.value), jnp.int32)
-            lowered = jax.jit(make_train_step(config, model, 100)).lower(state, dict.fromkeys(MODEL_INPUTS, rows))
+            lowered = jax.jit(make_train_step(Language(config, model), 100)).lower(
+                state, dict.fromkeys(MODEL_INPUTS, rows)
+            )
             start = time.process_time()
             lowered.compile()
             spent.append(time.process_time() - start)

@@ -159,15 +159,13 @@ def check_training() -> Finding:
     from mod_jax.config import make_config
     from mod_jax.training import loop, prepare
     from mod_jax.training.checkpoint import Checkpointer
-    from mod_jax.training.step import init_state
 
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mod_jax_doctor-") as folder, contextlib.redirect_stdout(io.StringIO()):
         config = make_config(**TINY, **{"data.cache_dir": folder, "train.batch_size": max(8, jax.device_count())})
         run = prepare.prepare_run(config, pathlib.Path(folder) / "run")
         with jax.set_mesh(run.mesh), Checkpointer(run.workdir / "checkpoints", keep=1) as checkpointer:
-            placed = jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state)
-            state = jax.jit(lambda: init_state(run.config, run.model), out_shardings=placed)()
+            state = loop.fresh_state(run)
             train_step, batches = loop.compile_step(run), loop.open_batches(run, 0)
             for _ in range(2):
                 state, metrics = train_step(state, loop.put_batch(run, next(batches)))

@@ -12,11 +12,12 @@ import pytest
 from tiny import TINY
 
 from mod_jax.config import FIELDS, Config, make_config, may_change
-from mod_jax.data.batches import train_batches
+from mod_jax.data.batches import MODEL_INPUTS, train_batches
 from mod_jax.data.corpus import prepare_corpus
 from mod_jax.models import flops
 from mod_jax.models.model import make_model
-from mod_jax.training.step import MODEL_INPUTS, init_state, make_train_step
+from mod_jax.training.language import Language
+from mod_jax.training.step import init_state, make_train_step
 
 VOCAB_SIZE = 300
 BASE = {**TINY, "model.depth": 2, "model.scan": False}
@@ -105,7 +106,7 @@ def program(config: Config) -> str:
     model = make_model(config, config.model.vocab_size or VOCAB_SIZE)
     state = jax.eval_shape(lambda: init_state(config, model))
     batch = jax.ShapeDtypeStruct((config.train.batch_size, config.data.seq_len), "int32")
-    step = make_train_step(config, model, flops.train_steps(config, VOCAB_SIZE))
+    step = make_train_step(Language(config, model), flops.train_steps(config, VOCAB_SIZE))
     return text(jax.make_jaxpr(step)(state, dict.fromkeys(MODEL_INPUTS, batch)))
 
 

@@ -22,7 +22,6 @@ from mod_jax.models.model import make_model
 from mod_jax.planning import topology
 from mod_jax.planning.collectives import find_collectives
 from mod_jax.training import loop, prepare
-from mod_jax.training.step import init_state
 
 # T = 22 and C = 11, and no other size of the model is a multiple of 11: so is an axis of positions recognised.
 CHANGES = {
@@ -53,8 +52,7 @@ def trained(shape):
     """(run, compiled step, initial parameters, metrics of each step) on a mesh of this shape."""
     run = prepare.prepare_run(config_on(shape), "unused")
     with jax.set_mesh(run.mesh):
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state)
-        state = jax.jit(lambda: init_state(run.config, run.model), out_shardings=shardings)()
+        state = loop.fresh_state(run)
         params = jax.device_get(state.params)
         step, batches, history = loop.compile_step(run), loop.open_batches(run, 0), []
         for _ in range(NUM_STEPS):

@@ -30,6 +30,7 @@ MIN_EVAL_DOCUMENTS = 10  # so that none has more than a tenth of the windows
 READ_OPTIONS = grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)  # the default is 16 threads, 500 batches
 
 Batch = dict[str, np.ndarray]
+MODEL_INPUTS = ("tokens_BT", "targets_BT", "positions_BT", "segment_ids_BT")  # what a train step reads of it
 
 
 def train_batches(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from mod_jax.analysis.routing_stats import RoutingStats, block_name
 from mod_jax.config import Config
-from mod_jax.data.batches import Batch, bits_per_byte, eval_batches
+from mod_jax.data.batches import MODEL_INPUTS, Batch, bits_per_byte, eval_batches
 from mod_jax.data.corpus import Corpus
 from mod_jax.errors import CausalityError, NumericsError
 from mod_jax.models import flops
@@ -25,7 +25,7 @@ from mod_jax.models.blocks import RoutingRecord, decide
 from mod_jax.models.model import Model, Weights
 from mod_jax.sharding import local_rows, put_batch, replicated
 from mod_jax.training.losses import next_token_sums
-from mod_jax.training.step import MODEL_INPUTS, ExpertSums, expert_metrics, expert_sums, routing_keys
+from mod_jax.training.step import ExpertSums, expert_metrics, expert_sums, routing_keys
 
 # Rounding moves float32 logits by about 1e-6 between two runs on other tokens; a leak moves them by 1e-2.
 CAUSALITY_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}

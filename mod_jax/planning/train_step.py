@@ -19,7 +19,6 @@ from mod_jax.data.cache import cache_root
 from mod_jax.errors import ConfigError
 from mod_jax.models import flops
 from mod_jax.models.decoder import repeating_unit
-from mod_jax.models.model import make_model
 from mod_jax.planning import program, roofline, topology
 from mod_jax.planning.collectives import token_movers
 from mod_jax.planning.report import (
@@ -55,10 +54,10 @@ def make_report(config: Config, topology_name: str) -> dict[str, Any]:
     if topology.splits_physical_axes(mesh):
         notes.append(f"mesh axes are no products of axes of {product.shape}: some neighbours are several hops apart")
 
-    model = make_model(config, vocab_size)
-    state = prepare.abstract_state(config, model, mesh)
+    task = prepare.make_task(config, vocab_size)
+    state = prepare.abstract_state(config, task.model, mesh)
     num_steps = flops.train_steps(config, vocab_size)
-    lowered = loop.lower_step(config, model, mesh, state, num_steps)
+    lowered = loop.lower_step(task, mesh, state, num_steps)
     cache = cache_root(config.data) / "plans"
     compiled = topology.compile_for(lowered, product, mesh, cache)
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from mod_jax import paths, sharding, tuning
 from mod_jax.config import Config
+from mod_jax.data.batches import MODEL_INPUTS
 from mod_jax.errors import ConfigError, DataError
 from mod_jax.training import loop, prepare, rates, trackers
 from mod_jax.training.prepare import Run, say
-from mod_jax.training.step import MODEL_INPUTS
 
 LONGEST_STEP = 20.0  # seconds, at the devices' peak; longer ones are not run
 MEASURED = 2.0  # seconds of steps that are enough
@@ -55,7 +55,7 @@ def estimate(run: Run) -> str:
     needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) * prepare.sharing_devices(run)
     peak = rates.peak_of_devices(list(run.mesh.devices.flat))
     peak = peak if peak.flops else rates.measure_matmul_peak()
-    at_peak = loop.from_process_0(run.flops_per_step / peak.flops)
+    at_peak = loop.from_process_0(run.task.flops_per_step / peak.flops)
     at_least = f"at least {_span(at_peak * run.num_steps)} here: {at_peak:,.3g} s a step at {peak.name}"
     if available is not None and needed > available:
         short = f"a step takes {needed / 2**30:,.1f} GiB, and here are {available / 2**30:,.1f} GiB"

@@ -20,19 +20,18 @@ from jax.experimental import multihost_utils
 from mod_jax import config as config_lib
 from mod_jax import distributed, paths, sharding
 from mod_jax.config import Config
-from mod_jax.data.batches import Batch, train_batches
+from mod_jax.data.batches import Batch
 from mod_jax.errors import ResumeRefused
-from mod_jax.evaluation.evaluator import Evaluator
-from mod_jax.models.model import Model
 from mod_jax.trained import CHECKPOINTS, causal_selection, keep_tokenizer, why_not_sampled
 from mod_jax.training import claim, finite, inherit, result, resume
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.interval import Interval
+from mod_jax.training.language import Language
 from mod_jax.training.preemption import PreemptionGuard
 from mod_jax.training.prepare import Run, metadata, prepare_run, say, write_config
 from mod_jax.training.profile import Profiler
 from mod_jax.training.rows import MetricWriter, read_metrics
-from mod_jax.training.step import MODEL_INPUTS, TrainState, init_state, make_train_step
+from mod_jax.training.step import TrainState, init_state, make_train_step
 from mod_jax.training.watch import Watch
 from mod_jax.versions import commit
 
@@ -90,7 +89,7 @@ def train(
             if step < run.num_steps and jax.process_index() == 0:
                 result.remove(run.workdir)
             watch = closing.enter_context(open_watch(run, step, interval))
-            evaluator = Evaluator(config, run.model, run.mesh, run.corpus)
+            evaluator = run.task.evaluator(run.mesh, run.corpus)
             if step and eval_is_due(run, step) and not has_eval(run, step):  # preempted between step and evaluation
                 watch.evaluate(step, evaluator, state)
 
@@ -194,13 +193,13 @@ def ranking_metric(config: Config) -> str:
 def fresh_state(run: Run) -> TrainState:
     """The state before the first step, initialised where it lives."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state)
-    return jax.jit(lambda: init_state(run.config, run.model), out_shardings=shardings)()
+    return jax.jit(lambda: init_state(run.config, run.task.model), out_shardings=shardings)()
 
 
 def compile_step(run: Run) -> jax.stages.Compiled:
     """Compiles the train step ahead of time: once per run, and batches of another shape are refused, not recompiled."""
     start = time.perf_counter()
-    compiled = lower_step(run.config, run.model, run.mesh, run.abstract_state, run.num_steps).compile()
+    compiled = lower_step(run.task, run.mesh, run.abstract_state, run.num_steps).compile()
     memory = compiled.memory_analysis()
     needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**20
     say(f"compiled the train step in {time.perf_counter() - start:.1f} s; memory {needed:,.0f} MiB per device")
@@ -209,37 +208,29 @@ def compile_step(run: Run) -> jax.stages.Compiled:
 
 
 def lower_step(
-    config: Config, model: Model, mesh: jax.sharding.Mesh, abstract_state: TrainState, num_steps: int
+    task: Language, mesh: jax.sharding.Mesh, abstract_state: TrainState, num_steps: int
 ) -> jax.stages.Lowered:
     """The train step as it will be compiled: state donated, everything placed on the mesh."""
     # The state comes back laid out as it went in, or the next call would be refused.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
     step = jax.jit(
-        make_train_step(config, model, num_steps),
+        make_train_step(task, num_steps),
         donate_argnums=0,
         out_shardings=(shardings, sharding.replicated(mesh)),
     )
-    shape, placed = (config.train.batch_size, config.data.seq_len), sharding.batch_sharding(mesh)
-    batch = {name: jax.ShapeDtypeStruct(shape, "int32", sharding=placed) for name in MODEL_INPUTS}
+    placed = sharding.batch_sharding(mesh)
+    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed) for name, x in task.inputs.items()}
     with jax.set_mesh(mesh):
         return step.lower(abstract_state, batch)
 
 
 def open_batches(run: Run, step: int):
     """The training stream from `step` on: this process's rows of each global batch."""
-    return train_batches(
-        run.corpus,
-        seq_len=run.config.data.seq_len,
-        batch_size=run.config.train.batch_size,
-        seed=run.config.seed,
-        start_step=step,
-        rows=sharding.local_rows(run.mesh, run.config.train.batch_size),
-        workers=run.config.data.workers,
-    )
+    return run.task.batches(run.corpus, step, sharding.local_rows(run.mesh, run.config.train.batch_size))
 
 
 def put_batch(run: Run, batch: Batch) -> dict[str, jax.Array]:
-    model_inputs = {name: batch[name] for name in MODEL_INPUTS}
+    model_inputs = {name: batch[name] for name in run.task.inputs}
     return sharding.put_batch(run.mesh, model_inputs, run.config.train.batch_size)
 
 
@@ -251,8 +242,8 @@ def open_watch(run: Run, step: int, interval: Interval) -> Watch:
         writer,
         first_step=step,
         num_steps=run.num_steps,
-        tokens_per_step=run.tokens_per_step,
-        flops_per_step=run.flops_per_step,
+        tokens_per_step=run.task.units_per_step,
+        flops_per_step=run.task.flops_per_step,
         devices=list(run.mesh.devices.flat),
         digest=run.corpus.digest[:12],
         interval=interval,
@@ -296,8 +287,8 @@ def finish(run: Run, evaluation: dict[str, Any], wall_seconds: float) -> None:
     if stored is None or stored["fingerprint"] != config_lib.fingerprint(run.config):  # else it was only drawn again
         stored = {
             "step": run.num_steps,
-            "tokens": run.num_steps * run.tokens_per_step,
-            "flops": run.num_steps * run.flops_per_step,
+            "tokens": run.num_steps * run.task.units_per_step,
+            "flops": run.num_steps * run.task.flops_per_step,
             "evaluation": evaluation,
             **metadata(run, wall_seconds),
         }

@@ -24,6 +24,7 @@ from mod_jax.models import flops
 from mod_jax.models.model import Model, make_model
 from mod_jax.trained import kept_tokenizer
 from mod_jax.training import trackers
+from mod_jax.training.language import Language
 from mod_jax.training.optimizer import make_optimizer
 from mod_jax.training.step import TrainState, init_state
 from mod_jax.versions import commit
@@ -39,12 +40,10 @@ class Run:
     workdir: pathlib.Path
     corpus: Corpus | None  # None: not opened yet
     mesh: jax.sharding.Mesh
-    model: Model
+    task: Language
     vocab_size: int
     abstract_state: TrainState
     num_steps: int
-    tokens_per_step: int
-    flops_per_step: float
     init_from: dict[str, Any] | None = None  # where its weights came from, see `inherit.Source`
     seconds_before: float = 0.0  # spent by earlier processes on the steps that are resumed
 
@@ -78,7 +77,7 @@ def with_corpus(
         run = make_run(config, workdir, vocab_size)
         say(describe(run))
         check_memory(run)
-    epochs = run.num_steps * run.tokens_per_step / corpus.train_tokens.size
+    epochs = run.num_steps * run.task.units_per_step / corpus.train_tokens.size
     say(f"corpus    {describe_corpus(corpus)}; {epochs:.2f} epochs")
     return dataclasses.replace(run, corpus=corpus)
 
@@ -86,7 +85,7 @@ def with_corpus(
 def make_run(config: Config, workdir: pathlib.Path, vocab_size: int) -> Run:
     """The run without its data: what it computes, on which devices, for how long."""
     mesh = sharding.make_mesh(config)
-    model = make_model(config, vocab_size)
+    task = make_task(config, vocab_size)
     num_steps = flops.train_steps(config, vocab_size)
     if num_steps > MAX_STEPS:
         name = next(name for name in config_lib.LENGTH_KEYS if config_lib.to_flat_dict(config)[name])
@@ -96,13 +95,16 @@ def make_run(config: Config, workdir: pathlib.Path, vocab_size: int) -> Run:
         workdir=workdir,
         corpus=None,
         mesh=mesh,
-        model=model,
+        task=task,
         vocab_size=vocab_size,
-        abstract_state=abstract_state(config, model, mesh),
+        abstract_state=abstract_state(config, task.model, mesh),
         num_steps=num_steps,
-        tokens_per_step=config.train.batch_size * config.data.seq_len,
-        flops_per_step=config.train.batch_size * flops.train_flops(config, vocab_size),
     )
+
+
+def make_task(config: Config, vocab_size: int) -> Language:
+    """What this config is to learn."""
+    return Language(config, make_model(config, vocab_size))
 
 
 def check_processes_agree(what: str, mine: str, error: type[Exception]) -> None:
@@ -217,7 +219,7 @@ def describe(run: Run) -> str:
     params = run.abstract_state.params
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     embedding = sum(leaf.size for leaf in jax.tree.leaves(params["embedder"]))
-    per_token = run.flops_per_step / run.tokens_per_step
+    per_token = run.task.flops_per_step / run.task.units_per_step
     all_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_state))
     kinds = "".join(block.kind for block in run.config.blocks)
     changed = ", ".join(f"{name}={value}" for name, value in config_lib.changed_from_default(run.config).items())
@@ -229,8 +231,8 @@ def describe(run: Run) -> str:
             f"identity  {config_lib.fingerprint(run.config)}, a fingerprint of every key that affects what is learned",
             f"size      {kinds}, {count:,} parameters ({embedding:,} in embeddings of {run.vocab_size:,} ids), "
             f"with optimizer {all_bytes / 2**20:,.1f} MiB over all devices",
-            f"length    {run.num_steps:,} steps, {run.num_steps * run.tokens_per_step:,} tokens, "
-            f"{run.num_steps * run.flops_per_step:.3g} training FLOPs ({per_token:.3g} per token)",
+            f"length    {run.num_steps:,} steps, {run.num_steps * run.task.units_per_step:,} tokens, "
+            f"{run.num_steps * run.task.flops_per_step:.3g} training FLOPs ({per_token:.3g} per token)",
             f"devices   {run.mesh.size} of {jax.device_count()} x {jax.devices()[0].device_kind} ({mesh}), "
             f"{jax.process_count()} process(es), jax {jax.__version__}",
         ]

@@ -7,21 +7,23 @@ T positions, L routed blocks.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from mod_jax.config import Config
-from mod_jax.models.blocks import Choice, Record, RoutingRecord
+from mod_jax.models.blocks import Record, RoutingRecord
 from mod_jax.models.model import Model, Weights
 from mod_jax.models.moe import ExpertRecord
 from mod_jax.training.finite import finite_parts
-from mod_jax.training.losses import LossSums, loss_sums, objective
+from mod_jax.training.losses import LossSums, objective
 from mod_jax.training.optimizer import make_optimizer, make_schedule
 
-MODEL_INPUTS = ("tokens_BT", "targets_BT", "positions_BT", "segment_ids_BT")
+if TYPE_CHECKING:
+    from mod_jax.training.language import Language
+
 ROUTING_STREAM = 1  # 0 draws the initial parameters
 
 
@@ -93,47 +95,40 @@ def routing_keys(config: Config, step: jax.Array | int, num_rows: int) -> jax.Ar
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_rows))
 
 
-def make_train_step(config: Config, model: Model, num_steps: int):
+def make_train_step(task: "Language", num_steps: int):
     """Returns the pure function (state, batch) -> (state, metrics), to be jitted once with the state donated.
 
-    `batch` holds int32 [B, T] arrays tokens_BT, targets_BT, positions_BT, segment_ids_BT. Metrics are float32 scalars,
-    and [L] arrays for what is counted per routed block.
+    `batch` holds the arrays of `task.inputs`. Metrics are float32 scalars, and [L] arrays for what is counted per
+    routed block.
     """
-    optimizer, schedule = make_optimizer(config.optimizer, model.groups), make_schedule(config.optimizer, num_steps)
+    config = task.config
+    optimizer, schedule = (
+        make_optimizer(config.optimizer, task.model.groups),
+        make_schedule(config.optimizer, num_steps),
+    )
     num_micro = config.train.accumulation
 
-    def micro_loss(params, batch, num_tokens):
-        decoder = model.merge(params)
-        inputs = batch["tokens_BT"], batch["positions_BT"], batch["segment_ids_BT"]
-        x_BTD, record = decoder.features(*inputs, Choice("topk", keys_B=batch["keys_B"]))
-        losses = loss_sums(
-            x_BTD,
-            decoder.embedder.output_weight(),
-            record,
-            batch["targets_BT"],
-            batch["segment_ids_BT"],
-            z_loss=config.train.z_loss,
-            chunk=config.train.loss_chunk,
-        )
-        return objective(losses, num_tokens, config), _step_sums(losses, record)
+    def micro_loss(params, batch, num_units):
+        losses, record = task.loss_sums(params, batch)
+        return objective(losses, num_units, config), _step_sums(losses, record)
 
     def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        batch = dict(batch, keys_B=routing_keys(config, state.step, batch["tokens_BT"].shape[0]))
-        num_tokens = jnp.maximum(1, jnp.sum(batch["segment_ids_BT"] > 0)).astype(jnp.float32)
+        batch = dict(batch, keys_B=routing_keys(config, state.step, config.train.batch_size))
+        num_units = jnp.maximum(1, task.count_units(batch)).astype(jnp.float32)
 
         grad_fn = jax.value_and_grad(micro_loss, has_aux=True)
         if num_micro == 1:
-            (loss, sums), grads = grad_fn(state.params, batch, num_tokens)
+            (loss, sums), grads = grad_fn(state.params, batch, num_units)
         else:
 
             def accumulate(total, micro):
-                return jax.tree.map(jnp.add, total, grad_fn(state.params, micro, num_tokens)), None
+                return jax.tree.map(jnp.add, total, grad_fn(state.params, micro, num_units)), None
 
             # Micro-batch i takes rows i, i + A, ...: every device keeps its own rows.
             micros = jax.tree.map(lambda x: x.reshape(-1, num_micro, *x.shape[1:]).swapaxes(0, 1), batch)
             first = jax.tree.map(lambda x: x[0], micros)
             zeros = jax.tree.map(
-                lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(grad_fn, state.params, first, num_tokens)
+                lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(grad_fn, state.params, first, num_units)
             )
             ((loss, sums), grads), _ = jax.lax.scan(accumulate, zeros, micros)
 
@@ -156,7 +151,7 @@ def make_train_step(config: Config, model: Model, num_steps: int):
         return state, _metrics(
             config,
             sums,
-            num_tokens,
+            num_units,
             loss=loss,
             grad_norm=jnp.sqrt(sum(squares)),
             rate=rate,

@@ -19,10 +19,12 @@ from tiny import TINY
 
 from mod_jax import cli, sharding
 from mod_jax.config import make_config
+from mod_jax.data.batches import MODEL_INPUTS
 from mod_jax.errors import NumericsError
 from mod_jax.models.model import make_model
 from mod_jax.training import finite, loop, prepare
-from mod_jax.training.step import MODEL_INPUTS, init_state
+from mod_jax.training.language import Language
+from mod_jax.training.step import init_state
 
 VOCAB, NUM_STEPS = 32, 20
 UNUSED = VOCAB - 1  # an id that no batch holds
@@ -42,7 +44,7 @@ def program(way):
     model, mesh = make_model(config, VOCAB), sharding.make_mesh(config)
     abstract = prepare.abstract_state(config, model, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    compiled = loop.lower_step(config, model, mesh, abstract, NUM_STEPS).compile()
+    compiled = loop.lower_step(Language(config, model), mesh, abstract, NUM_STEPS).compile()
 
     def step(state, batch):
         placed = sharding.put_batch(mesh, batch, config.train.batch_size)

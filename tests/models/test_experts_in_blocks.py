@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from mod_jax import sharding
+from mod_jax.data.batches import MODEL_INPUTS
 from mod_jax.models.model import make_model
 from mod_jax.training import prepare
-from mod_jax.training.step import MODEL_INPUTS, init_state, make_train_step
+from mod_jax.training.language import Language
+from mod_jax.training.step import init_state, make_train_step
 
 VARIANTS = {
     "staged": {"model.layout": "Ee", "experts.count": 4},
@@ -54,7 +56,7 @@ def two_steps(config):
     with jax.set_mesh(mesh):
         placed = jax.tree.map(lambda leaf: leaf.sharding, prepare.abstract_state(config, model, mesh))
         state = jax.jit(lambda: init_state(config, model), out_shardings=placed)()
-        step = jax.jit(make_train_step(config, model, 4))
+        step = jax.jit(make_train_step(Language(config, model), 4))
         for _ in range(2):
             state, metrics = step(state, sharding.put_batch(mesh, batch, config.train.batch_size))
     return jax.device_get((state.params, state.cutoffs_L, state.expert_cutoffs_LE, metrics))

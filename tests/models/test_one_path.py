@@ -17,6 +17,7 @@ from mod_jax import config as config_lib
 from mod_jax import layout as layout_lib
 from mod_jax import sharding
 from mod_jax.config import Config
+from mod_jax.data.batches import MODEL_INPUTS
 from mod_jax.models import mlp
 from mod_jax.models.blocks import Choice
 from mod_jax.models.decoder import by_depth, from_depth
@@ -27,7 +28,8 @@ from mod_jax.sampling import Sampler
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling import stack as stack_lib
 from mod_jax.sharding import param
-from mod_jax.training.step import MODEL_INPUTS, init_state, make_train_step
+from mod_jax.training.language import Language
+from mod_jax.training.step import init_state, make_train_step
 
 T = 12
 
@@ -281,7 +283,7 @@ def train(config, num_devices):
     batch = dict(zip(MODEL_INPUTS, (rows[:, :-1], rows[:, 1:], positions, np.ones_like(positions)), strict=True))
     with jax.set_mesh(mesh):
         state = jax.jit(lambda: init_state(config, model))()
-        step = jax.jit(make_train_step(config, model, 8))
+        step = jax.jit(make_train_step(Language(config, model), 8))
         placed = sharding.param_shardings(mesh, model.logical_specs, model.abstract_params)
         state = state._replace(params=jax.device_put(state.params, placed))
         batch = jax.device_put(batch, sharding.batch_sharding(mesh))

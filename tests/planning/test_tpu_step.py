@@ -17,6 +17,7 @@ from mod_jax.planning import program, topology
 from mod_jax.planning.collectives import token_movers
 from mod_jax.planning.train_step import BATCH_AXES
 from mod_jax.training import loop, prepare
+from mod_jax.training.language import Language
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,7 @@ def compiled_step(tmp_path):
         mesh = sharding.make_mesh(config, topology.devices(product))
         model = make_model(config, config.model.vocab_size)
         state = prepare.abstract_state(config, model, mesh)
-        lowered = loop.lower_step(config, model, mesh, state, config.train.steps)
+        lowered = loop.lower_step(Language(config, model), mesh, state, config.train.steps)
         step = program.read_step(topology.compile_for(lowered, product, mesh, tmp_path).text, dict(mesh.shape))
         shapes = [(leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state.params)]
         assert not any(size % 11 == 0 for whole, part in shapes for size in (*whole, *part))

@@ -12,10 +12,12 @@ import pytest
 from output_losses import sums_of
 
 from mod_jax.config import make_config
+from mod_jax.data.batches import MODEL_INPUTS
 from mod_jax.models.blocks import Choice
 from mod_jax.models.model import make_model
+from mod_jax.training.language import Language
 from mod_jax.training.optimizer import make_schedule
-from mod_jax.training.step import MODEL_INPUTS, init_state, make_train_step, routing_keys
+from mod_jax.training.step import init_state, make_train_step, routing_keys
 
 VOCAB, B, T, NUM_STEPS = 32, 8, 16, 20
 RARE = VOCAB - 1  # a token that only row 0 holds
@@ -60,7 +62,7 @@ def program(**changes):
     """(model, jitted step) of the base config with changes; each is compiled once for all tests."""
     config = config_of(changes)
     model = make_model(config, VOCAB)
-    return model, jax.jit(make_train_step(config, model, NUM_STEPS))
+    return model, jax.jit(make_train_step(Language(config, model), NUM_STEPS))
 
 
 @functools.cache
@@ -307,7 +309,7 @@ def test_the_step_compiles_exactly_once_and_donates_its_state():
     config = config_of({})
     model = make_model(config, VOCAB)
     chex.clear_trace_counter()
-    step = jax.jit(chex.assert_max_traces(make_train_step(config, model, NUM_STEPS), n=1), donate_argnums=0)
+    step = jax.jit(chex.assert_max_traces(make_train_step(Language(config, model), NUM_STEPS), n=1), donate_argnums=0)
     state = jax.jit(lambda: init_state(config, model))()
     old, compilations = state, []
     for i in range(4):
