@@ -1,7 +1,8 @@
 """What is learned of text: the next token of packed rows. All that training knows of language stands here.
 
 `Language` is the one *task* there is. The step, the loop and the planner ask it for the arrays of a batch, for their
-losses, for the stream of batches and for the evaluator, and know no tokens. A second task is a class with these names;
+losses, for the stream of batches and for the evaluator, and know no tokens. Log lines and the last table read
+`eval/topk_loss` and `eval/topk_bits_per_byte` of what the evaluator returns. A second task is a class with these names;
 `prepare.make_task` decides which one a config means. Vocabulary: B rows, T positions.
 """
 
@@ -20,6 +21,7 @@ from mod_jax.evaluation.evaluator import Evaluator
 from mod_jax.models import flops
 from mod_jax.models.blocks import Choice, Record
 from mod_jax.models.model import Model
+from mod_jax.trained import causal_selection, why_not_sampled
 from mod_jax.training.losses import LossSums, loss_sums
 
 
@@ -77,6 +79,13 @@ class Language:
             rows=rows,
             workers=self.config.data.workers,
         )
+
+    @property
+    def ranking_metric(self) -> str:
+        """What ranks checkpoints: the loss of sampling's default selection; top-k's where there is no causal one."""
+        if not self.config.num_routed or why_not_sampled(self.config):
+            return "eval/topk_loss"
+        return f"eval/causal_loss/{causal_selection(self.config)}"
 
     def evaluator(self, mesh: Mesh, corpus: Corpus) -> Evaluator:
         return Evaluator(self.config, self.model, mesh, corpus)

@@ -22,7 +22,7 @@ from mod_jax import distributed, paths, sharding
 from mod_jax.config import Config
 from mod_jax.data.batches import Batch
 from mod_jax.errors import ResumeRefused
-from mod_jax.trained import CHECKPOINTS, causal_selection, keep_tokenizer, why_not_sampled
+from mod_jax.trained import CHECKPOINTS, keep_tokenizer
 from mod_jax.training import claim, finite, inherit, result, resume
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.interval import Interval
@@ -75,7 +75,7 @@ def train(
             jax.set_mesh(run.mesh),
             claim.hold(run.workdir) as check_claim,
             Checkpointer(
-                run.workdir / CHECKPOINTS, keep=config.train.keep, metric=ranking_metric(config)
+                run.workdir / CHECKPOINTS, keep=config.train.keep, metric=run.task.ranking_metric
             ) as checkpointer,
             Profiler(run.workdir / "profile", enabled=profile) as profiler,
             contextlib.ExitStack() as closing,
@@ -181,13 +181,6 @@ def restore_or_init(
     say("\n".join([f"RESUMED step {restored.step} of {run.num_steps} from {run.workdir / 'checkpoints'}", *notes]))
     finite.check_state(restored.state, f"the checkpoint of step {restored.step} (moved away, an older one is used)")
     return restored.state, Interval(restored.metadata.get("interval"))  # which older checkpoints do not have
-
-
-def ranking_metric(config: Config) -> str:
-    """What ranks checkpoints: the loss of sampling's default selection; top-k's where there is no causal one."""
-    if not config.num_routed or why_not_sampled(config):
-        return "eval/topk_loss"
-    return f"eval/causal_loss/{causal_selection(config)}"
 
 
 def fresh_state(run: Run) -> TrainState:

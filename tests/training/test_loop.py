@@ -27,6 +27,7 @@ from mod_jax.training import dry_run as dry_run_module
 from mod_jax.training import loop, prepare, result
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.dry_run import dry_run
+from mod_jax.training.language import Language
 from mod_jax.training.loop import Outcome, train
 from mod_jax.training.rows import MetricWriter, read_metrics
 from mod_jax.training.watch import Watch
@@ -560,4 +561,4 @@ def test_a_real_sigterm_and_a_kill_change_nothing(tmp_path):
     ],
 )
 def test_checkpoints_are_ranked_by_a_loss_of_a_language_model_where_there_is_one(tiny_config, changes, metric):
-    assert loop.ranking_metric(tiny_config(**changes)) == metric
+    assert Language(tiny_config(**changes), None).ranking_metric == metric
