@@ -26,7 +26,7 @@ import pathlib
 import cells
 import jax
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 from matplotlib.figure import Figure
 
 import mod_jax
@@ -74,6 +74,7 @@ PAIRS = (
 
 
 def main(_) -> None:
+    logging.set_verbosity(logging.WARNING)  # Orbax narrates at INFO
     host.prepare()
     out = outputs.check_folder("out", OUT.value)
     if str(TUNE_SEED.value) in SEEDS.value:
@@ -320,7 +321,7 @@ def draw(results: list[dict]) -> Figure:
     curves.legend(fontsize=8)
     ends.set_yticks(range(len(variants)), list(variants))
     ends.invert_yaxis()
-    ends.set(xlabel="held-out nats per byte, each seed: dot training rule, bar causal")
+    ends.set(xlabel="held-out nats per byte, each seed:\ndot by the training rule, bar causal")
     ends.grid(axis="x", color="#dddddd")
     return figure
 

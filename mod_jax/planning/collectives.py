@@ -131,11 +131,17 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _results(result: str, kind: str, is_start: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of each array that comes out. An asynchronous start lists its operands first."""
+    """(dtype, shape) of each array that comes out. An asynchronous start lists its operands first.
+
+    The parts of an all-to-all are one array.
+    """
     arrays = [(dtype, tuple(_ints(shape))) for dtype, shape in _ARRAY.findall(result)]
     if is_start and kind != "all-reduce":
         arrays = [array for array in arrays if array != ("u32", ())]  # the handles of a permute
         arrays = arrays[len(arrays) // 2 :]
+    if kind == "all-to-all" and len(set(arrays)) == 1:  # a CPU's gives each part that comes as an array of its own
+        dtype, shape = arrays[0]
+        arrays = [(dtype, (len(arrays), *shape) if len(arrays) > 1 else shape)]
     return arrays
 
 
@@ -153,10 +159,16 @@ def _ints(text: str) -> list[int]:
 TILE = 8  # rows of a TPU's memory tile: parts that are no multiple of it are padded before they are sent
 
 
+def is_exchange(collective: Collective) -> bool:
+    """Whether it takes tokens to their experts, or back: an all-to-all over the mesh axis of experts alone."""
+    return collective.kind == "all-to-all" and collective.axes == ("expert",)
+
+
 def token_movers(
     moved: Iterable[Collective], params: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], batch_axes: Iterable[str]
 ) -> list[Collective]:
-    """Collectives over the batch axes that are neither a weight, nor its gradient, nor a sum of up to 128 numbers.
+    """Collectives over the batch axes that are neither a weight, nor its gradient, nor a sum of up to 128 numbers, nor
+    an exchange with experts.
 
     Rows of the batch have nothing to say to each other but their gradients, so whatever is left moves tokens, scores
     or routing indices between them. A weight is known by its shape: whole or split as it is stored, of all units or of
@@ -176,6 +188,7 @@ def token_movers(
         c
         for c in moved
         if set(batch_axes) & set(c.axes)
+        and not is_exchange(c)
         and math.prod(c.shape) > 128
         and (not re.match("b?f", c.dtype) or not any(_has_sizes(c.shape, variant) for variant in shapes))
     ]

@@ -20,7 +20,7 @@ from mod_jax.errors import ConfigError
 from mod_jax.models import flops
 from mod_jax.models.decoder import repeating_unit
 from mod_jax.planning import program, roofline, topology
-from mod_jax.planning.collectives import token_movers
+from mod_jax.planning.collectives import is_exchange, token_movers
 from mod_jax.planning.report import (
     changed_line,
     compiled_line,
@@ -109,6 +109,8 @@ def _add_measures(report: dict[str, Any], config: Config, product, mesh, params,
         f"{c.kind} {c.dtype}{list(c.shape)} over {' and '.join(c.axes)} ({c.source or 'no name'})"
         for c in token_movers([collective for collective, _ in step.moved], shapes, BATCH_AXES)
     ]
+    exchanges = [(times, times * roofline.bytes_sent(c)) for c, times in step.moved if is_exchange(c)]
+    report["exchanges"] = {"count": sum(times for times, _ in exchanges), "bytes": sum(sent for _, sent in exchanges)}
     report["sorts"] = step.sorts
 
     peak = tuning.peak_flops(product.chip.kind)
@@ -232,7 +234,7 @@ def describe(report: dict[str, Any]) -> str:
                 + f"{entry['count']:>7,} {entry['bytes'] / 2**20:>12,.1f} MiB"
                 for entry in report["collectives"]
             ),
-            line("routing", _routing(report["token_movers"], report["sorts"])),
+            line("routing", _routing(report)),
             line("estimate", _estimate(report)),
         ]
     return wrap([*lines, line("verdict", report["verdict"])])
@@ -246,13 +248,21 @@ def _hosts(rows_by_host: list[list[int]], shown: int = 8) -> str:
     )
 
 
-def _routing(movers: list[str], sorts: int) -> str:
+def _routing(report: dict[str, Any]) -> str:
+    movers, exchanges = report["token_movers"], report["exchanges"]
     if movers:
         return f"{len(movers)} COLLECTIVES MOVE TOKENS OR SCORES between rows of the batch: {'; '.join(movers)}"
-    return (
-        "no collective: only weights, gradients and sums move over data and fsdp, no token, score or index; "
-        f"{sorts:,} sorts a step"
+    moved = (
+        f"no collective: only weights, gradients and sums move over {', '.join(BATCH_AXES[:-1])} and {BATCH_AXES[-1]}"
     )
+    if exchanges["count"]:
+        moved += (
+            f", and tokens to their experts and back: {exchanges['count']:,} all-to-alls, "
+            f"{exchanges['bytes'] / 2**20:,.1f} MiB, over expert alone"
+        )
+    else:
+        moved += ", no token, score or index"
+    return f"{moved}; {report['sorts']:,} sorts a step"
 
 
 def _estimate(report: dict[str, Any]) -> str:
