@@ -8,6 +8,8 @@ README = pathlib.Path(__file__).parent / "README.md"
 
 DOCS = ["pdoc>=15"]
 NOTEBOOKS = ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5.10"]
+TRANSFORMERS = ["torch", "transformers>=5"]  # whose logits ours must equal
+PRETRAINED = ["gguf>=0.17", "safetensors>=0.5", "tokenizers>=0.20"]
 EXTRAS = {
     "test": [
         "chex>=0.1.90",
@@ -21,6 +23,8 @@ EXTRAS = {
         "tokenizers>=0.20",
         *DOCS,
         *NOTEBOOKS,
+        *PRETRAINED,
+        *TRANSFORMERS,
     ],
     "docs": DOCS,
     "notebooks": [*NOTEBOOKS, "jupyterlab>=4"],
@@ -31,6 +35,8 @@ EXTRAS = {
     "trackio": ["trackio"],
     "bpe": ["tokenizers>=0.20"],
     "sentencepiece": ["sentencepiece>=0.2.3"],
+    "pretrained": PRETRAINED,
+    "transformers": TRANSFORMERS,
     "bench": ["torch"],
 }
 

@@ -118,8 +118,15 @@ class RoutingConfig:
     )
     gate: str = _key(
         "raw",
-        "weight on the update from the score r: raw r; sigmoid(r); tanh 1 + tanh(r); softmax over the row (not causal)",
-        choices=("raw", "sigmoid", "tanh", "softmax"),
+        "weight on the update from the score r: raw r; sigmoid(r); tanh 1 + tanh(r); one 1, with the gradient of r; "
+        "softmax over the row (not causal)",
+        choices=("raw", "sigmoid", "tanh", "one", "softmax"),
+    )
+    skipped_keys: str = _key(
+        "none",
+        "what later tokens see of a token in a block that it bypasses. none: nothing (the paper). "
+        "kept: its key and value, from the block's input",
+        choices=("none", "kept"),
     )
     router_input: str = _key(
         "normed", "what router and predictor read: the RMS-normalised or the raw residual", choices=("normed", "raw")
@@ -176,7 +183,7 @@ class DataConfig:
         "python_stdlib", "python_stdlib | synthetic | tfds:NAME | text:PATH | jsonl:PATH", change="corpus"
     )
     text_key: str = _key("text", "field that holds the text, for tfds and jsonl sources", change="corpus")
-    tokenizer: str = _key("bytes", "bytes | bpe:VOCAB_SIZE | sentencepiece:PATH", change="corpus")
+    tokenizer: str = _key("bytes", "bytes | bpe:SIZE | sentencepiece:PATH | hf:FOLDER | gguf:FILE", change="corpus")
     seq_len: int = _key(256, "T, tokens per training row", low=2, high=2**24)
     eval_windows: int = _free(
         128, "held-out windows per evaluation", "evaluation learns nothing", low=1, high=2**31 - 1
@@ -365,6 +372,12 @@ def from_config_dict(config: ml_collections.ConfigDict | dict) -> Config:
         for section, cls in _SECTIONS.items()
     }
     return Config(seed=values["seed"], **sections)
+
+
+def asked_for(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Keys of a ConfigDict that are not at their default, for `make_config`."""
+    flat = _flatten(config.to_dict())
+    return {name: value for name, value in flat.items() if name not in FIELDS or value != FIELDS[name].default}
 
 
 def to_flat_dict(config: Config) -> dict[str, Any]:

@@ -47,6 +47,7 @@ ALTERED = {
     "routing.capacity": 0.5,
     "routing.score": "position",
     "routing.gate": "sigmoid",
+    "routing.skipped_keys": "kept",
     "routing.router_input": "raw",
     "routing.router_init_scale": 0.2,
     "routing.topk_per": "document",

@@ -118,6 +118,36 @@ def loss_curves(rows: Sequence[dict[str, Any]], title: str = "Loss") -> Figure:
 
 
 @_styled
+def loss_against_flops(
+    dense: tuple[float, float],
+    series: dict[str, Sequence[tuple[float, float, str]]],
+    title: str = "What a model without training loses when it computes less",
+) -> Figure:
+    """Held-out loss against forward FLOPs, one line for each way to spend fewer, all from the dense model on.
+
+    Args:
+      dense: (share of the dense model's FLOPs, which is 1; its loss).
+      series: for each way its points, (share of the FLOPs, loss, what stands beside the point).
+    """
+    fig = Figure(figsize=(7.5, 4.2))
+    ax = fig.subplots()
+    for (name, points), color, marker in zip(series.items(), PALETTE, MARKERS, strict=False):
+        ordered = sorted(points, reverse=True)
+        shares, losses = [dense[0], *(p[0] for p in ordered)], [dense[1], *(p[1] for p in ordered)]
+        ax.plot([100 * share for share in shares], losses, color=color, marker=marker, label=name)
+        below = color != PALETTE[0]
+        for share, loss, text in ordered:
+            place = dict(xytext=(-4, -11) if below else (4, 4), textcoords="offset points", fontsize=7, color=color)
+            ax.annotate(text, (100 * share, loss), **place)
+    ax.plot(100 * dense[0], dense[1], color=INK, marker="*", markersize=9, linestyle="none", label="dense")
+    ax.set(xlabel="forward FLOPs per token, % of the dense model's", ylabel="held-out loss, nats per token")
+    ax.invert_xaxis()
+    ax.legend(loc="upper left")
+    _add_title(fig, title)
+    return fig
+
+
+@_styled
 def routed_token_map(
     pieces: Sequence[str],
     selected_LT,

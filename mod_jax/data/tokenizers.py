@@ -1,8 +1,11 @@
 """Tokenizers: text to ids and back, and the exact number of bytes that each token stands for.
 
 Vocabulary. A *piece* is the byte string that an id stands for. Id 0 is the separator, the first token of every
-document; it stands for no text, and encoding never produces it. The three classes share one surface, by duck typing:
+document; it stands for no text, and encoding never produces it. (In the tokenizer of a pretrained model other ids play
+its parts, see `pretrained_tokenizer`.) The classes share one surface, by duck typing:
   name, separator_id, vocab_size
+  start_id                what a prompt begins with, None for nothing
+  stop_ids                what ends a completion
   longest_piece           in bytes
   encode(text)            int32 ids, of text as bytes or str
   decode(ids)             bytes
@@ -21,7 +24,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mod_jax import outputs, paths
+from mod_jax.data import pretrained_tokenizer
+from mod_jax.data.byte_level import byte_alphabet, import_tokenizers
+from mod_jax.data.pretrained_tokenizer import PretrainedTokenizer
 from mod_jax.errors import ConfigError, DataError, StorageError
+from mod_jax.pretrained.gguf_file import open_gguf
 
 SEPARATOR = 0
 MIN_BPE_SIZE = 257  # the separator and every byte
@@ -32,7 +39,8 @@ class ByteTokenizer:
     """One id per byte: byte b is id b + 1. Round-trips any bytes."""
 
     name = "bytes"
-    separator_id = SEPARATOR
+    separator_id = start_id = SEPARATOR
+    stop_ids = (SEPARATOR,)
     model = b""
 
     def __init__(self):
@@ -54,13 +62,14 @@ class ByteTokenizer:
 class BPETokenizer:
     """Byte-level byte-pair encoding, trained by `make`. Round-trips any Unicode text."""
 
-    separator_id = SEPARATOR
+    separator_id = start_id = SEPARATOR
+    stop_ids = (SEPARATOR,)
 
     def __init__(self, name: str, model: bytes):
         self.name, self.model, self.digest = name, model, _digest("bpe", model)
         try:
-            self._bpe = _import_tokenizers().Tokenizer.from_str(model.decode())
-            byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
+            self._bpe = import_tokenizers("bpe:...").Tokenizer.from_str(model.decode())
+            byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
             words = [self._bpe.id_to_token(i) for i in range(self._bpe.get_vocab_size())]
             self._pieces = [b"", *(bytes(byte_of[char] for char in word) for word in words)]
         except ConfigError:
@@ -90,7 +99,8 @@ class SentencePieceTokenizer:
     model.
     """
 
-    separator_id = SEPARATOR
+    separator_id = start_id = SEPARATOR
+    stop_ids = (SEPARATOR,)
 
     def __init__(self, name: str, model: bytes):
         self.name, self.model, self.digest = name, model, _digest("sentencepiece", model)
@@ -135,7 +145,7 @@ class SentencePieceTokenizer:
         return counts.astype(np.int32)
 
 
-Tokenizer = ByteTokenizer | BPETokenizer | SentencePieceTokenizer
+Tokenizer = ByteTokenizer | BPETokenizer | SentencePieceTokenizer | PretrainedTokenizer
 
 
 def make(spec: str, texts: Iterable[bytes]) -> Tokenizer:
@@ -151,11 +161,13 @@ def make(spec: str, texts: Iterable[bytes]) -> Tokenizer:
         return ByteTokenizer()
     if kind == "sentencepiece":
         return SentencePieceTokenizer(spec, _read_model(spec, argument))
-    library = _import_tokenizers()
+    if kind in PRETRAINED:
+        return pretrained(spec)
+    library = import_tokenizers("bpe:...")
     bpe = library.Tokenizer(library.models.BPE())
     bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = library.trainers.BpeTrainer(
-        vocab_size=int(argument) - 1, initial_alphabet=_byte_alphabet(), show_progress=False
+        vocab_size=int(argument) - 1, initial_alphabet=byte_alphabet(), show_progress=False
     )
     bpe.train_from_iterator((text.decode() for text in texts), trainer)
     return BPETokenizer(spec, bpe.to_str().encode())
@@ -165,11 +177,11 @@ def identity(spec: str) -> str:
     """A string that changes when the tokens of a text may have. Checks spec and library, before any work is done."""
     kind, argument = _parse(spec)
     if kind == "bpe":
-        _import_tokenizers()
+        import_tokenizers("bpe:...")
     if kind == "sentencepiece":
         _import_sentencepiece()
         return _digest(kind, _read_model(spec, argument))
-    return spec
+    return pretrained(spec).digest if kind in PRETRAINED else spec
 
 
 def known_vocab_size(spec: str) -> int | None:
@@ -179,13 +191,40 @@ def known_vocab_size(spec: str) -> int | None:
       ConfigError: the spec is malformed.
     """
     kind, argument = _parse(spec)
-    if kind == "sentencepiece":
+    if kind == "sentencepiece" or kind in PRETRAINED:
         return None
     return int(argument) if kind == "bpe" else ByteTokenizer().vocab_size
 
 
 def needs_training(spec: str) -> bool:
     return _parse(spec)[0] == "bpe"
+
+
+PRETRAINED = ("hf", "gguf")
+
+
+def pretrained(spec: str) -> PretrainedTokenizer:
+    """The tokenizer of a pretrained model: hf:FOLDER, that of its tokenizer.json, or gguf:FILE.
+
+    Raises:
+      ConfigError, StorageError: it is not there, damaged, or of a kind that is not known here.
+    """
+    kind, argument = _parse(spec)
+    if kind == "hf":
+        model = pretrained_tokenizer.from_folder(paths.local_folder("config.data.tokenizer", argument))
+    else:
+        path = paths.local_folder("config.data.tokenizer", argument)
+        model = pretrained_tokenizer.from_gguf(open_gguf(path).fields, str(path))
+    return _kept(spec, kind, model, _digest(kind, model))
+
+
+def _kept(name: str, kind: str, model: bytes, digest: str) -> Tokenizer:
+    """The tokenizer of this kind, from the bytes of its model."""
+    if kind == "bytes":
+        return ByteTokenizer()
+    if kind in PRETRAINED:
+        return PretrainedTokenizer(name, model, digest)
+    return BPETokenizer(name, model) if kind == "bpe" else SentencePieceTokenizer(name, model)
 
 
 # A tokenizer on disk: with every corpus that was made with it, and in the workdir of every run.
@@ -229,9 +268,7 @@ def load(directory: pathlib.Path) -> Tokenizer | None:
         raise StorageError(f"{directory}: the tokenizer kept here cannot be used: {error.filename} is gone") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StorageError(f"{directory}: the tokenizer kept here cannot be used: {error}") from None
-    if kind == "bytes":
-        return ByteTokenizer()
-    return BPETokenizer(name, model) if kind == "bpe" else SentencePieceTokenizer(name, model)
+    return _kept(name, kind, model, digest)
 
 
 def _model_file(directory: pathlib.Path, digest: str) -> pathlib.Path:
@@ -260,10 +297,11 @@ def _parse(spec: str) -> tuple[str, str]:
     """Splits a spec into kind and argument, or raises ConfigError."""
     kind, _, argument = spec.partition(":")
     size_fits = argument.isascii() and argument.isdigit() and int(argument) >= MIN_BPE_SIZE
-    if not (spec == "bytes" or (kind == "bpe" and size_fits) or (kind == "sentencepiece" and argument)):
+    has_path = kind in ("sentencepiece", *PRETRAINED) and argument
+    if not (spec == "bytes" or (kind == "bpe" and size_fits) or has_path):
         raise ConfigError(
             f"config.data.tokenizer = {spec!r}: must be bytes, bpe:VOCAB_SIZE with VOCAB_SIZE >= {MIN_BPE_SIZE}, "
-            "or sentencepiece:PATH"
+            "sentencepiece:PATH, hf:FOLDER or gguf:FILE"
         )
     return kind, argument
 
@@ -278,13 +316,6 @@ def _read_model(spec: str, argument: str) -> bytes:
         raise ConfigError(f"config.data.tokenizer = {spec!r}: cannot read {path} ({error.strerror})") from None
 
 
-def _byte_alphabet() -> list[str]:
-    """The character by which byte-level BPE writes each byte: itself if it shows, else one from U+0100 on."""
-    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return [chr(byte if byte in shown else 256 + hidden.index(byte)) for byte in range(256)]
-
-
 def _join(tokenizer: Tokenizer, pieces: list[bytes], ids: Sequence[int]) -> bytes:
     ids = np.asarray(ids, np.int64).ravel()
     refuse_unknown_ids(ids, tokenizer.vocab_size, f"cannot decode with {tokenizer.name}")
@@ -296,14 +327,6 @@ def refuse_unknown_ids(ids: np.ndarray, vocab_size: int, place: str, error: type
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise error(f"{place}: token id {outside.flat[0]} is outside the vocabulary [0, {vocab_size})")
-
-
-def _import_tokenizers():
-    try:
-        import tokenizers
-    except ImportError:
-        raise ConfigError("config.data.tokenizer = 'bpe:...' needs an extra: pip install -e '.[bpe]'") from None
-    return tokenizers
 
 
 def _import_sentencepiece():

@@ -24,6 +24,7 @@ from mod_jax.evaluation import budget, tables
 from mod_jax.evaluation.evaluator import CAUSALITY_TOLERANCE, Evaluator
 from mod_jax.models.blocks import Choice
 from mod_jax.sampling.generate import Sampler
+from mod_jax.sampling.text import encode_prompt
 from mod_jax.trained import TrainedModel, restore, why_not_sampled
 from mod_jax.training.losses import token_cross_entropy
 
@@ -153,7 +154,7 @@ def check_paths(
       PathMismatchError: if they disagree.
     """
     sampler = Sampler(model, selection, cutoffs_L=model.cutoffs_L, capacity_L=capacity_L)
-    tokens_1T = np.concatenate([[model.tokenizer.separator_id], ids_T]).astype(np.int32)[None]
+    tokens_1T = encode_prompt(model.tokenizer, ids_T, model.config.model.context, truncate=False)[None]
 
     @jax.jit
     def uncached(params, cutoffs_L):

@@ -45,7 +45,7 @@ def attend(
     """
     B, T, N, H = q_BTNH.shape
     if same_tokens and attends_by_kernel(T, platform()):
-        return splash.splash_attend(q_BTNH, k_BKSH, v_BKSH, q_segments_BT)
+        return splash.splash_attend(q_BTNH, k_BKSH, v_BKSH, q_segments_BT, kv_segments_BS)
     K = k_BKSH.shape[1]
     q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
 
@@ -135,3 +135,9 @@ class Attention(nnx.Module):
         m = config.model
         projections = m.width * m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads)
         return 2 * num_tokens * projections, 4 * num_pairs * m.num_heads * m.head_dim
+
+    @staticmethod
+    def item_flops(config: Config, num_tokens: float) -> float:
+        """FLOPs of the keys and values of this many tokens, forward."""
+        m = config.model
+        return 4 * num_tokens * m.width * m.num_kv_heads * m.head_dim

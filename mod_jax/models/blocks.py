@@ -37,7 +37,7 @@ from mod_jax.config import Config
 from mod_jax.errors import ConfigError
 from mod_jax.layout import BlockSpec
 from mod_jax.models.layers import RMSNorm, inverse_rms, normal
-from mod_jax.models.memory import Memory, Seen, Tokens
+from mod_jax.models.memory import Filled, Memory, Seen, Tokens
 from mod_jax.sharding import param
 
 CAUSAL_SELECTIONS = ("router", "predictor", "threshold")
@@ -60,6 +60,10 @@ class Mixer(Protocol):
     @staticmethod
     def flops(config: Config, num_tokens: float, num_pairs: float) -> tuple[float, float]:
         """Forward FLOPs: (products with weights, what is done for each pair of tokens)."""
+
+    @staticmethod
+    def item_flops(config: Config, num_tokens: float) -> float:
+        """Forward FLOPs of the items of so many tokens, a part of `flops`. For `routing.skipped_keys = "kept"` only."""
 
 
 class Channel(Protocol):
@@ -289,9 +293,10 @@ class Predictor(nnx.Module):
         return (hidden_MP @ self.down_P[...] + self.down_bias_1[...]).reshape(B, T)
 
 
-# What a token's score makes of its weight, of each token alone. "one" belongs to scores that are not trained.
+# What a token's score makes of its weight, of each token alone. "constant" belongs to scores that are not trained.
 GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "one": jnp.ones_like,
+    "constant": jnp.ones_like,
+    "one": lambda scores_BT: 1.0 + (scores_BT - jax.lax.stop_gradient(scores_BT)),
     "raw": lambda scores_BT: scores_BT,
     "sigmoid": jax.nn.sigmoid,
     "tanh": lambda scores_BT: 1.0 + jnp.tanh(scores_BT),
@@ -301,7 +306,9 @@ GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
 class Routed(nnx.Module):
     """A block that only selected tokens go through, each with its gate as the weight on its update.
 
-    They go through all of the block together; who is not selected leaves no item in its memory (the paper's eq. 1).
+    They go through all of the block together. Who is not selected leaves no item in its memory (the paper's eq. 1),
+    unless `routing.skipped_keys` is "kept": then every token leaves its item, made from the block's input, before the
+    selected ones look.
     """
 
     routed = True
@@ -311,8 +318,8 @@ class Routed(nnx.Module):
         self.has_experts = block.has_experts
         self.router = Router(config, rngs)
         self.predictor = Predictor(config.model.width, capacity, rngs) if config.routing.predictor else None
-        self.capacity = capacity
-        self.gate_kind = "one" if config.routing.score in ("stochastic", "frozen") else config.routing.gate
+        self.capacity, self.keeps_items = capacity, config.routing.skipped_keys == "kept"
+        self.gate_kind = "constant" if config.routing.score in ("stochastic", "frozen") else config.routing.gate
         self.input_kind, self.norm_eps = config.routing.router_input, config.model.norm_eps
         self.topk_per = config.routing.topk_per
 
@@ -327,6 +334,8 @@ class Routed(nnx.Module):
         scores_BT, predictor_logits_BT = self.score(x_BTD, tokens, choice.keys_B)
         selected_BT, idx_BC = self.choose(choice, scores_BT, predictor_logits_BT, tokens)
         chosen = Chosen(selected_BT, self.gate(scores_BT, tokens), idx_BC, choice)
+        if self.keeps_items:
+            dispatch = leaving_all_items(dispatch)
         out_BTD, memory, work = dispatch(lambda: self.block, x_BTD, tokens, chosen, memory)
         measured = dict(
             gate_BT=chosen.gate_BT,
@@ -389,6 +398,18 @@ class Routed(nnx.Module):
         select = jax.vmap(routing.select_topk, in_axes=(0, None, 0))
         idx_BC = checkpoint_name(select(scores_BT, routing.tokens_kept(T, self.capacity), is_there_BT), ROUTING_INDICES)
         return jax.vmap(routing.topk_targets, (0, None))(idx_BC, T) & is_there_BT, idx_BC
+
+
+def leaving_all_items(dispatch: Dispatch) -> Dispatch:
+    """The dispatch after every token has left its item, whoever is selected."""
+
+    def run(get_block: Callable[[], Block], x_BTD: jax.Array, tokens: Tokens, chosen: Chosen, memory: Memory):
+        _, items = get_block().ask(x_BTD, tokens)
+        seen, memory = memory.append(items, tokens)
+        out_BTD, _, work = dispatch(get_block, x_BTD, tokens, chosen, Filled(*seen))
+        return out_BTD, memory, work
+
+    return run
 
 
 def decide(

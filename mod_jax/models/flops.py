@@ -6,7 +6,8 @@ counted: norms, softmax, rotary angles, activations, gather and scatter, the emb
 N query and K key/value heads of size H, V vocabulary, P predictor hidden.
 
 Conventions, by default the paper's: attention is counted in full, T * T, and a routed block costs what C tokens cost,
-C * C. The backward pass costs twice the forward pass, except below a stop-gradient.
+C * C. Where bypassed tokens keep their keys, it is C * T, and those keys and values are counted too. The backward pass
+costs twice the forward pass, except below a stop-gradient.
 """
 
 import dataclasses
@@ -51,6 +52,25 @@ def part_flops(config: Config, spec: BlockSpec, num_tokens: float, num_pairs: fl
     return sum(linear for linear, _ in parts), sum(of_pairs for _, of_pairs in parts)
 
 
+def routed_flops(
+    config: Config, spec: BlockSpec, num_tokens: float, seq_len: int, causal_half: bool = False
+) -> tuple[float, float]:
+    """(linear, attention) FLOPs of a routed block that computes on `num_tokens` of `seq_len` tokens, forward.
+
+    With `routing.skipped_keys = "kept"` the others leave their items too, and each selected token sees all.
+    """
+    if config.routing.skipped_keys == "none":
+        return block_flops(config, spec, num_tokens, causal_half)
+    pairs = num_tokens * ((seq_len + 1) / 2 if causal_half else seq_len)
+    linear, of_pairs = part_flops(config, spec, num_tokens, pairs)
+    return linear + item_flops(config, spec, seq_len - num_tokens), of_pairs
+
+
+def item_flops(config: Config, spec: BlockSpec, num_tokens: float) -> float:
+    """FLOPs of the items that so many tokens leave in a block, forward."""
+    return 0.0 if spec.mixer is None else part(spec.mixer).item_flops(config, num_tokens)
+
+
 def head_flops(config: Config, num_tokens: float) -> tuple[float, float]:
     """(router, predictor) FLOPs of one routed block that decides about so many tokens, forward."""
     D = config.model.width
@@ -89,11 +109,12 @@ def forward_flops(
     linear = attention = router = predicted = 0.0
     for block in config.blocks:
         tokens = T
+        block_linear, block_attention = block_flops(config, block, T, causal_half)
         if block.routed:
             tokens = routing.tokens_kept(T, block.capacity) if realised is None else next(realised) * T
+            block_linear, block_attention = routed_flops(config, block, tokens, T, causal_half)
             block_router, block_predictor = head_flops(config, T)
             router, predicted = router + block_router, predicted + block_predictor * predictor
-        block_linear, block_attention = block_flops(config, block, tokens, causal_half)
         if block.has_experts and mlps is not None:
             block_linear += (next(mlps) - moe.expected_mlps(config)) * moe.mlp_flops(config, tokens)
         linear, attention = linear + block_linear, attention + block_attention
@@ -142,6 +163,8 @@ def decode_flops(config: Config, vocab_size: int, slots: tuple[int, ...]) -> Flo
         block_linear, block_attention = part_flops(config, block, 1, num_slots)
         linear += block.capacity * block_linear
         attention += block.capacity * block_attention
+        if block.routed and config.routing.skipped_keys == "kept":
+            linear += (1 - block.capacity) * item_flops(config, block, 1)
         if block.routed:
             block_router, block_predictor = head_flops(config, 1)
             router, predicted = router + block_router, predicted + block_predictor

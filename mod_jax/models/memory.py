@@ -7,7 +7,8 @@ for attention, a key and a value. A *memory* takes items and shows them:
 
 `seen` is what the tokens just appended may look at. There are two memories. `Present` holds nothing: tokens see those
 of the same call, as in training. `Slots` is a cache: it keeps the items of each row in order of arrival, with their
-positions. Two views of `Slots` append in another way: `for_prompts` and `rows`.
+positions. Two views of `Slots` append in another way: `for_prompts` and `rows`. `Filled` shows what was appended
+before.
 
 Invariants:
 - Tokens with segment 0 are not there. They leave nothing, and nobody sees them.
@@ -20,6 +21,7 @@ Invariants:
 Vocabulary: B rows, R of these rows, T new tokens, S slots, K key/value heads, H head dim.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -186,4 +188,37 @@ class SomeRows(NamedTuple):
         return jax.tree.map(lambda array: array.at[rows_R].get(mode="clip"), new).seen(), new
 
 
-Memory = Present | Slots | EmptySlots | SomeRows
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Filled:
+    """What tokens see that have left their items already: those who are appended only look.
+
+    For a routed block whose bypassed tokens leave their items too, so that all were appended before some look.
+    """
+
+    items: Any
+    positions_BS: jax.Array
+    segments_BS: jax.Array | None
+    same_tokens: bool = dataclasses.field(metadata=dict(static=True))
+
+    def append(self, items: Any, tokens: Tokens) -> tuple[Seen, "Filled"]:
+        # Only the very tokens that left the items stand in their order: gathered ones are others, in the program too.
+        same_tokens = self.same_tokens and tokens.positions_BT is self.positions_BS
+        return Seen(self.items, self.positions_BS, self.segments_BS, same_tokens), self
+
+    def rows(self, rows_R: jax.Array) -> "FilledRows":
+        return FilledRows(self, rows_R)
+
+
+class FilledRows(NamedTuple):
+    """Some rows of `Filled` (B stands for no row)."""
+
+    whole: Filled
+    rows_R: jax.Array
+
+    def append(self, items: Any, tokens: Tokens) -> tuple[Seen, Filled]:
+        some = jax.tree.map(lambda array: array.at[self.rows_R].get(mode="clip"), self.whole)
+        return Seen(some.items, some.positions_BS, some.segments_BS, False), self.whole
+
+
+Memory = Present | Slots | EmptySlots | SomeRows | Filled | FilledRows

@@ -1,7 +1,7 @@
 """The caches of a whole model: how many slots each block gets, whether they suffice, and how they grow.
 
 Vocabulary: B rows, S slots. Each block with a mixer has `Slots` (see `models.memory`): as many as a row has positions
-where every token goes through, fewer where the block is routed. How many tokens a routed block will select is decided
+where every token leaves its item, fewer where only the selected ones do. How many a routed block will select is decided
 token by token, so that no smaller size is always enough: `overflowed` tells, and nothing is lost in silence.
 """
 
@@ -36,6 +36,8 @@ def slot_counts(
     config: Config, num_positions: int, capacity_L: tuple[float, ...] | None = None, growth: int = 0
 ) -> tuple[int, ...]:
     """Slots of each block, by depth. `capacity_L`: expected fraction per routed block; default: the config's."""
+    if config.routing.skipped_keys == "kept":  # every token leaves its item in every block
+        return (num_positions,) * len(config.blocks)
     capacities = iter(capacity_L or config.capacity_L)
     return tuple(
         routed_slots(num_positions, next(capacities), growth) if block.routed else num_positions

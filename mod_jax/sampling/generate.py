@@ -198,7 +198,10 @@ class Sampler:
         self._rows(prompts, options, changes)
 
     def log_likelihoods(self, prompts: Prompt | Sequence[Prompt], *, stepwise: bool = False) -> list[np.ndarray]:
-        """log p of each token behind the separator given those before it: by one prefill, or `stepwise` by decoding."""
+        """log p of each token given those before it: by one prefill, or `stepwise` by decoding.
+
+        The first token that is run, which is the separator where prompts start with it, has none.
+        """
         prompts, context = list_prompts(prompts), self.config.model.context
         ids = self._encode(prompts, [context] * len(prompts), [Options()] * len(prompts))
         if not ids:
@@ -235,9 +238,10 @@ class Sampler:
             Row(
                 ids,
                 option.max_new_tokens or context - ids.size,
-                frozenset({self.tokenizer.separator_id, *map(int, option.stop_tokens)}),
+                frozenset({*self.tokenizer.stop_ids, *map(int, option.stop_tokens)}),
                 TextStream(self.tokenizer, option.stop_strings),
                 self.config.num_routed,
+                frozenset(self.tokenizer.stop_ids),
             )
             for ids, option in zip(encoded, options, strict=True)
         ]

@@ -113,10 +113,16 @@ def prefill(
     tokens_BT = jax.vmap(lambda row_T, idx_T: row_T.at[idx_T].get(mode="fill", fill_value=0))(tokens_BT, idx_BT)
     positions_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
     memories = [
-        memory if block.routed else memory.for_prompts() for block, memory in zip(stack.blocks, cache, strict=True)
+        memory.for_prompts() if takes_everybody(block) else memory
+        for block, memory in zip(stack.blocks, cache, strict=True)
     ]
     dispatches = [functools.partial(in_token_passes, num_kept=kept) for kept in kept_L]
     return _run(stack, tokens_BT, stack.tokens(positions_BT, idx_BT < T), memories, choice, dispatches)
+
+
+def takes_everybody(block: Block | Routed) -> bool:
+    """Whether every token leaves its item in the block's memory."""
+    return not block.routed or block.keeps_items
 
 
 def extend(

@@ -33,7 +33,9 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def encode_prompt(
     tokenizer: Tokenizer, prompt: Prompt, max_tokens: int, truncate: bool, name: str = "prompt"
 ) -> np.ndarray:
-    """The ids of a prompt behind the separator that starts every document; int32, at most `max_tokens`.
+    """The ids of a prompt behind the token that starts every one, where there is one; int32, at most `max_tokens`.
+
+    Without such a token an empty prompt is the separator alone.
 
     A prompt that is too long is refused before it is encoded or copied, so that a huge one costs nothing.
 
@@ -53,12 +55,15 @@ def encode_prompt(
         if least > max_tokens:
             raise _too_long(name, f"at least {least}", max_tokens)
     ids = _encode_text(tokenizer, prompt, name) if is_text else _check_ids(tokenizer, prompt, name)
-    num_tokens = ids.size + 1
+    begins = [] if tokenizer.start_id is None else [tokenizer.start_id]
+    if not begins and not ids.size:
+        begins = [tokenizer.separator_id]
+    num_tokens = ids.size + len(begins)
     if num_tokens > max_tokens:
         if not truncate:
             raise _too_long(name, str(num_tokens), max_tokens)
         ids = ids[num_tokens - max_tokens :]
-    return np.concatenate([[tokenizer.separator_id], ids]).astype(np.int32)
+    return np.concatenate([begins, ids]).astype(np.int32)
 
 
 def _too_long(name: str, count: str, max_tokens: int) -> RequestError:
@@ -69,10 +74,11 @@ def _too_long(name: str, count: str, max_tokens: int) -> RequestError:
 
 
 def _least_tokens(tokenizer: Tokenizer, text: str | bytes) -> int:
-    """A lower bound of the number of tokens with the separator, from the length alone."""
+    """A lower bound of the number of tokens with what prompts start with, from the length alone."""
     if isinstance(tokenizer, SentencePieceTokenizer):  # drops characters: any length may give few tokens
         return 1
-    return 1 + -(-len(text) // tokenizer.longest_piece)  # a character has at least one byte
+    begins = int(tokenizer.start_id is not None)
+    return begins + -(-len(text) // tokenizer.longest_piece)  # a character has at least one byte
 
 
 def _encode_text(tokenizer: Tokenizer, text: str | bytes, name: str) -> np.ndarray:
@@ -83,7 +89,7 @@ def _encode_text(tokenizer: Tokenizer, text: str | bytes, name: str) -> np.ndarr
 
 
 def _check_ids(tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
-    """Token ids without the leading separator, each in the vocabulary."""
+    """Token ids without what every prompt starts with, each in the vocabulary."""
     refused = RequestError(f"{name} = {shown(prompt)}: must be text or a flat list of token ids")
     if isinstance(prompt, np.ndarray):
         if prompt.size and not np.issubdtype(prompt.dtype, np.integer):
@@ -97,8 +103,9 @@ def _check_ids(tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray, name: s
             f"{name}: token id {shown(int(outside[0]))} is outside the vocabulary [0, {tokenizer.vocab_size})"
         )
     ids = ids.astype(np.int32)
-    ids = ids[1:] if ids.size and ids[0] == tokenizer.separator_id else ids
-    if np.any(ids == tokenizer.separator_id):
+    ids = ids[1:] if ids.size and ids[0] == tokenizer.start_id else ids
+    inside = ids if tokenizer.start_id == tokenizer.separator_id else ids[1:]
+    if np.any(inside == tokenizer.separator_id):
         raise RequestError(f"{name}: the separator, {tokenizer.separator_id}, may stand only at its start")
     return ids
 
@@ -176,13 +183,17 @@ class Completion:
 
 @dataclasses.dataclass
 class Row:
-    """One prompt on its way to a completion of at most `limit` tokens, or until one of the ids `stops`."""
+    """One prompt on its way to a completion of at most `limit` tokens, or until one of the ids `stops`.
+
+    `ends` are those of them by which the model itself ends a text.
+    """
 
     ids: np.ndarray
     limit: int
     stops: frozenset[int]
     stream: TextStream
     num_routed: int
+    ends: frozenset[int] = frozenset()
     finish_reason: str = ""
     new_text: str = ""
     text: str = ""
@@ -199,7 +210,7 @@ class Row:
         self.fed, self.selected, self.steps = fed, selected, steps
         for token in map(int, produced[len(self.tokens) :]):
             if token in self.stops:
-                self.finish_reason = "end" if token == self.ids[0] else "stop"
+                self.finish_reason = "end" if token in self.ends else "stop"
                 break
             self.tokens.append(token)
             self.new_text += self.stream.add(token)

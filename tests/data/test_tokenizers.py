@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from mod_jax.data import tokenizers
+from mod_jax.data import byte_level, tokenizers
 from mod_jax.errors import ConfigError, StorageError
 
 EVERY_BYTE = bytes(range(256))
@@ -62,7 +62,7 @@ def test_bytes_round_trip_any_bytes():
 
 def test_bpe_alphabet_is_the_librarys():
     library = pytest.importorskip("tokenizers")
-    assert sorted(tokenizers._byte_alphabet()) == sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(byte_level.byte_alphabet()) == sorted(library.pre_tokenizers.ByteLevel.alphabet())
 
 
 def test_bpe_round_trips_unicode_and_merges(bpe):

@@ -170,6 +170,33 @@ def test_bypassed_tokens_pass_bit_for_bit(tiny_config, selection):
     assert (bits(out)[selected] != bits(x)[selected]).any(axis=-1).all()
 
 
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_with_kept_keys_a_selected_token_gets_what_the_full_block_gives_it(tiny_config, selection):
+    config = tiny_config(**{"routing.skipped_keys": "kept", "routing.gate": "one"})
+    run, params = make(config)
+    x, tokens = inputs(4, seed=1)
+    out, record = run(params, x, tokens, Choice(selection, 0.5))
+    selected = np.asarray(record.selected_BT)
+    assert 0 < selected.sum() < selected.size
+    update = full_update(config)(params["block"], x, tokens)
+    np.testing.assert_allclose(out[selected], (x + update)[selected], atol=2e-5)
+    assert (bits(out)[~selected] == bits(x)[~selected]).all()
+    without, params_too = make(tiny_config(**{"routing.gate": "one"}))
+    out, _ = without(params_too, x, tokens, Choice(selection, 0.5))  # so that the comparison can fail
+    assert np.abs(out[selected] - (x + update)[selected]).max() > 1e-3
+
+
+def test_with_kept_keys_nobody_attends_to_padding_or_another_document(tiny_config):
+    run, params = make(tiny_config(**{"routing.skipped_keys": "kept"}))
+    x, tokens = inputs()
+    segments = np.array([[1, 1, 1, 2, 2, 2, 0, 0]] * 2, np.int32)
+    tokens = tokens._replace(segments_BT=segments)
+    out, _ = run(params, x, tokens, Choice("all"))
+    moved, _ = run(params, np.where(segments[..., None] == 2, x, 7.0).astype(np.float32), tokens, Choice("all"))
+    np.testing.assert_allclose(moved[segments == 2], out[segments == 2], atol=2e-5)
+    assert np.abs(moved[segments == 1] - out[segments == 1]).max() > 1e-2
+
+
 # Gates
 
 
@@ -179,6 +206,7 @@ def test_bypassed_tokens_pass_bit_for_bit(tiny_config, selection):
         ("raw", 0.0, 2.0),
         ("sigmoid", 0.5, 1 / (1 + math.exp(-2))),
         ("tanh", 1.0, 1 + math.tanh(2)),
+        ("one", 1.0, 1.0),
         # 8 tokens, one with score 2: 8 * e^s / (7 + e^2)
         ("softmax", 8 / (7 + math.exp(2)), 8 * math.exp(2) / (7 + math.exp(2))),
     ],
@@ -211,6 +239,16 @@ def test_a_row_of_nothing_but_padding_is_untouched_and_its_gradient_finite(tiny_
 
 
 # Gradients of the router
+
+
+def test_gate_one_moves_nothing_and_has_the_gradient_of_the_score(tiny_config):
+    run, params = make(tiny_config(**{"routing.gate": "one"}), capacity=1.0)
+    x, tokens = inputs()
+    out, _ = run(params, x, tokens)
+    other, _ = run(with_router(params, unit(-3.0)), x, tokens)
+    np.testing.assert_array_equal(bits(out), bits(other))
+    _, (grads, _) = weighted_sum(run)(params, x, tokens)
+    assert np.abs(grads["router"]["weight_D"]).max() > 1e-3
 
 
 def test_the_router_learns_from_the_output_as_finite_differences_say(tiny_config):

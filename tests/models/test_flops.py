@@ -46,6 +46,19 @@ def test_hand_values():
     assert forward.total == 10752 + 3328 + 160 + 5760 + 16000
 
 
+def test_hand_values_where_bypassed_tokens_keep_their_keys():
+    forward = flops.forward_flops(hand(**{"routing.skipped_keys": "kept"}), 100)
+    # The eight bypassed tokens leave a key and a value, 2 * 64 each; the two selected see all ten.
+    assert forward.linear == PER_TOKEN * (10 + 2) + 2 * 64 * 8
+    assert forward.attention == PER_PAIR * (10**2 + 2 * 10)
+    half = flops.forward_flops(hand(**{"routing.skipped_keys": "kept"}), 100, causal_half=True)
+    assert half.attention == PER_PAIR * (10 * 11 / 2 + 2 * 11 / 2)
+    all_selected = hand(**{"routing.skipped_keys": "kept", "routing.capacity": 1.0})
+    assert flops.forward_flops(all_selected, 100) == flops.forward_flops(hand(**{"routing.capacity": 1.0}), 100)
+    decoded = flops.decode_flops(hand(**{"routing.skipped_keys": "kept"}), 100, (10, 10))
+    assert decoded.linear == pytest.approx(PER_TOKEN * 1.2 + 0.8 * 2 * 64)
+
+
 def test_every_convention_is_a_switch():
     config = hand()
     full = flops.forward_flops(config, 100)

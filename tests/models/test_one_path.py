@@ -53,6 +53,10 @@ class CausalMean(nnx.Module):
     def flops(config: Config, num_tokens: float, num_pairs: float):
         return 2 * num_tokens * config.model.width**2, 2 * num_pairs * config.model.width
 
+    @staticmethod
+    def item_flops(config: Config, num_tokens: float):
+        return 2 * num_tokens * config.model.width**2
+
 
 @pytest.fixture(autouse=True)
 def causal_mean(monkeypatch):
@@ -73,6 +77,7 @@ KINDS = {
     "MLP routed": "Fm",
     "every kind": "FRAaMmCc",
     "as pretrained families have it": "FR",
+    "keys of bypassed tokens kept": "FRamc",
     "a new mixer": "C",
     "a new mixer routed": "Cc",
 }
@@ -85,7 +90,9 @@ CHANGES = {
         "model.embed_scale": False,
         "model.rope_factors": (1.0, 3.0),
         "model.tie_embedding": True,
+        "routing.gate": "one",
     },
+    "keys of bypassed tokens kept": {"routing.skipped_keys": "kept"},
 }
 RULES = ("router", "predictor", "threshold", "all", "nobody")
 
@@ -166,7 +173,8 @@ def test_every_way_to_run_a_block_gives_the_same(build, tools, kind):
             np.testing.assert_allclose(logits_BTV, output.logits_BTV[rows], atol=2e-5, err_msg=rule)
             stored = [memory.lengths_B for memory in cache if isinstance(memory, Slots)]
             counts_L, everything = iter(chosen_LBT.sum(axis=2)), np.full(len(logits_BTV), T)
-            expected = [next(counts_L) if spec.routed else everything for spec in model.config.blocks]
+            kept = model.config.routing.skipped_keys == "kept"
+            expected = [next(counts_L) if spec.routed and not kept else everything for spec in model.config.blocks]
             with_mixer = [count for count, spec in zip(expected, model.config.blocks, strict=True) if spec.mixer]
             np.testing.assert_array_equal(stored, with_mixer, err_msg=rule)
     assert not model.config.num_routed or sum(0 < fraction < 1 for fraction in fractions) >= 2  # some are bypassed
