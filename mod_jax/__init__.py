@@ -31,6 +31,8 @@ With the workdir of a run, here a tiny one of 12 steps:
 import importlib
 import typing
 
+from mod_jax import host
+
 __version__ = "0.1.0"
 __all__ = [
     "Choice",
@@ -48,6 +50,8 @@ __all__ = [
     "restore",
     "train_flops",
 ]
+
+host.spare_search_for_tpu()
 
 # Imported at first use: a command reads its flags, and sets up its threads, before JAX starts.
 _HOMES = {

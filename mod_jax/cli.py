@@ -29,7 +29,11 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 def define_config() -> flags.FlagHolder:
     """Defines --config, with every key overridable as --config.section.key=value."""
-    holder = config_flags.DEFINE_config_file("config", None, "Config file, with an optional argument: configs/X.py:arg")
+    holder = config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "Config file, with an optional argument: configs/X.py:arg. Its keys are flags: --config.train.steps=100.",
+    )
     flags.declare_key_flag("config")
     return holder
 

@@ -14,7 +14,9 @@ from mod_jax import cli
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
 STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; default: the newest.")
-PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to continue; may be repeated, then all go in one batch.")
+PROMPT = flags.DEFINE_multi_string(
+    "prompt", [], "Text to continue, which is not printed again; may be repeated, then all go in one batch."
+)
 PROMPT_FILE = flags.DEFINE_multi_string("prompt_file", [], "File whose whole text is a prompt; may be repeated.")
 MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", None, "Per prompt; default: up to the model's context.", 1)
 TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0: greedy, always the likeliest token.")

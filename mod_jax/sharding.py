@@ -109,13 +109,13 @@ def mesh_shape(config: Config, num_devices: int) -> tuple[int, ...]:
             f"config.train.batch_size = {config.train.batch_size}: each of {config.train.accumulation} micro-batches "
             f"has {rows} rows, which mesh.data * mesh.fsdp * mesh.expert = {batch_ways} must divide"
         )
+    experts = ("experts.count", config.experts.count, "expert"), ("experts.hidden", config.experts.hidden, "tensor")
     for key, size, axis in (
         ("model.width", model.width, "fsdp"),
         ("model.num_heads", model.num_heads, "tensor"),
         ("model.num_kv_heads", model.num_kv_heads, "tensor"),
         ("model.mlp_dim", model.mlp_dim, "tensor"),
-        ("experts.count", config.experts.count, "expert"),
-        ("experts.hidden", config.experts.hidden, "tensor"),
+        *(experts if config.expert_depths else ()),
     ):
         if size % sizes[axis]:
             raise ConfigError(f"config.{key} = {size}: must be divisible by mesh.{axis} = {sizes[axis]}")

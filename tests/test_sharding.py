@@ -68,6 +68,7 @@ def trained(shape):
         ({"mesh.data": 1, "mesh.fsdp": -1}, 8, (1, 8, 1, 1)),
         ({"mesh.data": -1, "mesh.fsdp": 2, "mesh.tensor": 2}, 8, (2, 2, 2, 1)),
         ({"mesh.data": 2, "mesh.expert": -1}, 8, (2, 1, 1, 4)),
+        ({"mesh.data": 1, "mesh.expert": 8, "experts.count": 3}, 8, (1, 1, 1, 8)),  # rows alone: no block has experts
         ({"mesh.data": 2}, 8, (2, 1, 1, 1)),  # fewer than there are
         ({}, 1, (1, 1, 1, 1)),
     ],
