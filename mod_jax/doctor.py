@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from absl import app, flags, logging
 
-from mod_jax import cli
+from mod_jax import buckets, cli
 from mod_jax.errors import ModJaxError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run, there or not yet, whose disk is checked too.")
@@ -115,6 +115,8 @@ def cache_folder() -> pathlib.Path:
 
 def check_folder(folder: pathlib.Path) -> Finding:
     """That a file can be written, read back and renamed there, on the disk that has room and keeps time."""
+    if buckets.is_bucket(folder):
+        return OK, f"{folder} can be listed, and objects written and deleted there"  # which `folder_to_write` has tried
     there = next(path for path in (folder, *folder.parents) if path.exists())
     probe = there / f".mod_jax_doctor.{os.getpid()}"
     try:

@@ -8,10 +8,12 @@ import json
 import math
 import os
 import pathlib
+import re
 from typing import Any
 
 import numpy as np
 
+from mod_jax import buckets, paths
 from mod_jax.errors import ConfigError, StorageError
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -48,11 +50,15 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 def write_text(path: str | os.PathLike, text: str) -> None:
     """Writes a file that is there whole or not at all, and survives a power cut.
 
-    A pipe or a device (`/dev/stdout`) is written to, not replaced.
+    A pipe or a device (`/dev/stdout`) is written to, not replaced. An object of a bucket is whole by its nature.
 
     Raises:
       StorageError: names the file and the cause.
     """
+    if buckets.is_bucket(path):
+        with paths.writing(path):
+            buckets.folder("path", os.fspath(path)).write_text(text)
+        return
     path = pathlib.Path(path).expanduser()
     try:
         if path.exists() and not path.is_file():
@@ -80,6 +86,9 @@ def check_place(name: str, path: str | os.PathLike) -> None:
     Raises:
       ConfigError: names the flag or argument `name`, its value and the cause.
     """
+    if re.match(paths.SCHEME, os.fspath(path)):
+        paths.folder_to_write(name, path)
+        return
     given, path = path, pathlib.Path(path).expanduser()
     try:
         if not os.fspath(given) or path.is_dir():
@@ -95,7 +104,7 @@ def check_place(name: str, path: str | os.PathLike) -> None:
 
 def check_folder(name: str, path: str | os.PathLike) -> pathlib.Path:
     """The same for a folder of results, which is made. Returns it, absolute."""
-    folder = pathlib.Path(path).expanduser().absolute()
+    folder = paths.local_folder(name, path)
     check_place(name, folder / "file")
     return folder
 

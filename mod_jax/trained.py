@@ -15,8 +15,8 @@ import numpy as np
 from absl import logging
 from jax.sharding import SingleDeviceSharding
 
+from mod_jax import buckets, paths
 from mod_jax import config as config_lib
-from mod_jax import paths
 from mod_jax.analysis.routing_stats import capacities, capacity_error
 from mod_jax.config import Config
 from mod_jax.data import tokenizers
@@ -57,7 +57,7 @@ class TrainedModel:
         return Weights(self.params, self.cutoffs_L, self.expert_cutoffs_LE)
 
 
-def chosen_workdir(root: pathlib.Path) -> pathlib.Path | None:
+def chosen_workdir(root: pathlib.Path) -> paths.Folder | None:
     """The run that $MOD_JAX_RUN names, from `root` on if it is a relative path; None where it is not set.
 
     Raises:
@@ -66,7 +66,10 @@ def chosen_workdir(root: pathlib.Path) -> pathlib.Path | None:
     name = os.environ.get("MOD_JAX_RUN", "")
     if not name:
         return None
-    workdir = root / pathlib.Path(name).expanduser()
+    if buckets.is_bucket(name):
+        workdir = paths.folder_to_read("MOD_JAX_RUN", name)
+    else:
+        workdir = root / pathlib.Path(name).expanduser()
     if not (workdir / CHECKPOINTS).is_dir():
         raise StorageError(
             f"MOD_JAX_RUN = {name!r}: {workdir} has no folder {CHECKPOINTS}, so nothing was trained there"
@@ -88,7 +91,7 @@ def restore(workdir: str | os.PathLike, step: int | None = None, *, context: int
       CheckpointMismatch: if it is of another model than its own config describes, or of another tokenizer.
       RequestError: if the context is out of range.
     """
-    workdir = paths.local_folder("--workdir", workdir)
+    workdir = paths.folder_to_read("--workdir", workdir)
     directory = workdir / CHECKPOINTS
     if not directory.is_dir():
         raise StorageError(f"{directory}: there is no such folder, so nothing was trained in this workdir yet")
@@ -143,7 +146,7 @@ def saved_config(metadata: dict[str, Any]) -> Config:
         raise ConfigError(f"the checkpoint was written by mod_jax {metadata.get('mod_jax', '?')}: {error}") from error
 
 
-def load_tokenizer(workdir: pathlib.Path, config: Config, metadata: dict[str, Any]) -> tokenizers.Tokenizer:
+def load_tokenizer(workdir: paths.Folder, config: Config, metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     """The tokenizer of a run, as it was when the checkpoint with this metadata was written.
 
     A run of an earlier version did not keep it. Then it is what the corpus gives, if that is still the same.
@@ -173,7 +176,7 @@ def load_tokenizer(workdir: pathlib.Path, config: Config, metadata: dict[str, An
     return corpus.tokenizer
 
 
-def kept_tokenizer(workdir: pathlib.Path, config: Config) -> tokenizers.Tokenizer | None:
+def kept_tokenizer(workdir: paths.Folder, config: Config) -> tokenizers.Tokenizer | None:
     """The tokenizer to continue a run with; None before its first checkpoint, and where `data.tokenizer` is another.
 
     A damaged one counts as none: training can make it again, and finds out whether it is the same.
@@ -189,21 +192,19 @@ def kept_tokenizer(workdir: pathlib.Path, config: Config) -> tokenizers.Tokenize
     return tokenizer if tokenizer is not None and tokenizer.name == config.data.tokenizer else None
 
 
-def keep_tokenizer(workdir: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> None:
+def keep_tokenizer(workdir: paths.Folder, tokenizer: tokenizers.Tokenizer) -> None:
     """Lays the tokenizer of a run into its workdir. Call before the first checkpoint, in one process.
 
     Raises:
       StorageError: if it cannot be written.
     """
     directory = workdir / TOKENIZER
-    try:
+    with paths.writing(directory):
         with contextlib.suppress(StorageError):  # what is damaged is replaced
             kept = tokenizers.load(directory)
             if kept is not None and kept.digest == tokenizer.digest:
                 return
         tokenizers.save(tokenizer, directory)
-    except OSError as error:
-        raise StorageError(f"{directory}: cannot keep the tokenizer here: {error.strerror}") from error
 
 
 def causal_selection(config: Config, selection: str | None = None) -> str:

@@ -1,5 +1,6 @@
 """Folders that a person names: what is refused before anything else happens."""
 
+import importlib.util
 import os
 import pathlib
 
@@ -10,12 +11,50 @@ from mod_jax.errors import ConfigError, StorageError
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket/run", "hf-x+y://a", pathlib.Path("gs://bucket/run")])
-@pytest.mark.parametrize("door", [paths.local_folder, paths.folder_to_write])
-def test_a_bucket_is_no_local_folder(url, door, tmp_path, monkeypatch):
+def test_a_bucket_is_no_local_folder(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^--workdir = '(gs|s3|hf-x\+y):/.*: must be a folder of a file system"):
-        door("--workdir", url)
+        paths.local_folder("--workdir", url)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("door", [paths.run_folder, paths.folder_to_read, paths.folder_to_write])
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("s3://bucket/run", "s3:// is not supported, since Orbax cannot write checkpoints there"),
+        (pathlib.Path("s3://bucket/run"), "s3:// is not supported"),
+        ("hf-x+y://a", "since nothing here knows such an address"),
+        ("gs://", "must be gs://BUCKET/FOLDER"),
+        ("gs://bucket", "must be gs://BUCKET/FOLDER"),
+        ("gs://bucket//", "must be gs://BUCKET/FOLDER"),
+        ("gs://Bucket_/run", "must be gs://BUCKET/FOLDER"),
+        ("gs://bucket/../run", "must not contain"),
+        ("gs://bucket/lr[3]", "must not contain"),
+        ("gs://bucket/a#1", "must not contain"),
+        ("gs://bucket/a\nb", "must not contain"),
+    ],
+)
+def test_an_address_that_no_run_can_have_is_refused_in_one_line(url, why, door, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^--workdir = ") as refused:
+        door("--workdir", url)
+    assert why in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_in_a_bucket_keeps_its_address_however_it_is_written():
+    for url in ("gs://bucket/a/run", "gs://bucket//a/run/", pathlib.Path("gs://bucket/a/run")):
+        path = paths.run_folder("--workdir", url)
+        assert str(path) == str(paths.as_folder(path)) == "gs://bucket/a/run"
+        assert str(path / "checkpoints") == "gs://bucket/a/run/checkpoints"
+
+
+def test_an_extra_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"gs://bucket/run.*pip install -e '\.\[gcs\]'"):
+        paths.run_folder("--workdir", "gs://bucket/run")
 
 
 @pytest.mark.parametrize("text", ["", "  ", "a\nb", "a\0b", b"\xff", "~nobody-of-this-name/x", None, 3])

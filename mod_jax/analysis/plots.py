@@ -5,8 +5,8 @@ colour from figure to figure. Figures are built without pyplot: nothing here dep
 """
 
 import functools
+import io
 import os
-import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +17,7 @@ from matplotlib import cm, collections, colors, font_manager
 from matplotlib.figure import Figure
 
 from mod_jax.analysis.routing_stats import HEALTHY_UPDATE_RATIO, NUM_DECILES
+from mod_jax.paths import as_folder, make_folder
 
 INK, MUTED, FAINT = "#222222", "#767676", "#d6d6d6"
 # Okabe and Ito's colours, which colour-blind readers tell apart.
@@ -71,8 +72,11 @@ def add_caption(fig: Figure, text: str) -> None:
 
 def save(fig: Figure, path: str | os.PathLike) -> None:
     """Writes the figure in the format of the path's ending (png, svg, pdf)."""
-    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=150, facecolor="white")
+    path = as_folder(path)
+    make_folder(path.parent)
+    image = io.BytesIO()
+    fig.savefig(image, format=path.suffix[1:], dpi=150, facecolor="white")
+    path.write_bytes(image.getvalue())
 
 
 @_styled

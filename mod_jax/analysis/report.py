@@ -1,6 +1,5 @@
 """The report of a run: a folder of plots, drawn from its metric rows and the routing of one held-out batch."""
 
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -8,10 +7,11 @@ import numpy as np
 from mod_jax.analysis.routing_stats import NUM_DECILES, block_name
 from mod_jax.config import Config
 from mod_jax.models.blocks import RoutingRecord
+from mod_jax.paths import Folder
 
 
 def write_report(
-    directory: pathlib.Path,
+    directory: Folder,
     rows: list[dict[str, Any]],
     pieces: list[str],
     records: dict[str, RoutingRecord],
@@ -36,7 +36,6 @@ def write_report(
         for ending in ("png", "pdf"):
             plots.save(figure, directory / f"{name}.{ending}")
 
-    directory.mkdir(parents=True, exist_ok=True)
     save(plots.loss_curves(rows), "loss")
     if not records:
         return

@@ -17,13 +17,12 @@ import contextlib
 import hashlib
 import json
 import os
-import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mod_jax import outputs, paths
+from mod_jax import buckets, outputs, paths
 from mod_jax.data import pretrained_tokenizer
 from mod_jax.data.byte_level import byte_alphabet, import_tokenizers
 from mod_jax.data.pretrained_tokenizer import PretrainedTokenizer
@@ -230,13 +229,13 @@ def _kept(name: str, kind: str, model: bytes, digest: str) -> Tokenizer:
 # A tokenizer on disk: with every corpus that was made with it, and in the workdir of every run.
 
 
-def save(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
+def save(tokenizer: Tokenizer, directory: paths.Folder) -> None:
     """Writes the tokenizer into `directory`, which then holds it alone. Killed at any moment, it leaves a whole one.
 
     Raises:
-      OSError: if it cannot be written.
+      OSError, or what a bucket raises: if it cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    paths.make_folder(directory)
     if tokenizer.model:
         _write(_model_file(directory, tokenizer.digest), tokenizer.model)
     about = dict(name=tokenizer.name, vocab_size=tokenizer.vocab_size, digest=tokenizer.digest)
@@ -246,7 +245,7 @@ def save(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def load(directory: pathlib.Path) -> Tokenizer | None:
+def load(directory: paths.Folder) -> Tokenizer | None:
     """Returns the tokenizer that was saved in `directory`; None if none was.
 
     Raises:
@@ -265,18 +264,23 @@ def load(directory: pathlib.Path) -> Tokenizer | None:
     except FileNotFoundError as error:
         if not (directory / DESCRIPTION).exists():
             return None
-        raise StorageError(f"{directory}: the tokenizer kept here cannot be used: {error.filename} is gone") from None
+        raise StorageError(
+            f"{directory}: the tokenizer kept here cannot be used: {error.filename or error} is gone"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StorageError(f"{directory}: the tokenizer kept here cannot be used: {error}") from None
     return _kept(name, kind, model, digest)
 
 
-def _model_file(directory: pathlib.Path, digest: str) -> pathlib.Path:
+def _model_file(directory: paths.Folder, digest: str) -> paths.Folder:
     """Named by its content, so that replacing the description replaces the tokenizer in one go."""
     return directory / f"{digest[:16]}.model"
 
 
-def _write(path: pathlib.Path, content: bytes) -> None:
+def _write(path: paths.Folder, content: bytes) -> None:
+    if buckets.is_bucket(path):
+        path.write_bytes(content)
+        return
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with scratch.open("wb") as file:

@@ -17,7 +17,6 @@ to solve. Whatever else fails is a StorageError. Neither moves a file.
 import contextlib
 import math
 import os
-import pathlib
 import shutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,8 +28,10 @@ from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
 
+from mod_jax import buckets
 from mod_jax.errors import StorageError
 from mod_jax.outputs import plain
+from mod_jax.paths import Folder, as_folder
 from mod_jax.training import damage
 from mod_jax.training.damage import DamageError, VanishedError, one_line
 from mod_jax.training.digest import compute_digests
@@ -69,7 +70,7 @@ class Checkpointer:
         Raises:
           StorageError: if files cannot be written here.
         """
-        self._directory = pathlib.Path(directory).expanduser().absolute()
+        self._directory = as_folder(directory)
         self._metric = metric
         self._folders = StepFolders(self._directory, keep, metric)
         self._read_only = read_only
@@ -204,10 +205,12 @@ class Checkpointer:
             logging.error("%s: saving step %s failed: %s", self._directory, self._saving, one_line(failed))
 
     def check_space(self, state: Any) -> None:
-        """Raises StorageError unless one more copy of `state` (arrays or ShapeDtypeStructs) fits on the disk.
+        """Raises StorageError unless one more copy of `state` (arrays or ShapeDtypeStructs) fits on the disk, if it is one.
 
         `save` checks for itself; call this with the abstract state before a long run to hear of it before the run.
         """
+        if buckets.is_bucket(self._directory):
+            return
         needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         try:
             free = shutil.disk_usage(self._directory).free
@@ -352,7 +355,7 @@ class Checkpointer:
 _GOOD, _DAMAGED, _UNREADABLE = range(3)
 
 
-def _together(read: Callable[[], Any], folder: pathlib.Path) -> Any:
+def _together(read: Callable[[], Any], folder: Folder) -> Any:
     """Returns `read()`, or raises on every process if it failed on any: the worst of their errors decides.
 
     A file may be damaged for the one process whose shard it holds. Were that process alone to stop, the others would

@@ -15,13 +15,16 @@ import os
 import pathlib
 import re
 import stat
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import tensorstore
 
+from mod_jax import buckets
 from mod_jax.errors import ModJaxError, StorageError
 from mod_jax.outputs import canonical
+from mod_jax.paths import Folder
 
 RECORD = "record/metadata"  # of a step: Orbax's name for the JSON item `record`
 METADATA_BYTES = 2**28  # files but those in folders d/ are read whole, so no more than this
@@ -35,7 +38,7 @@ class VanishedError(Exception):
     """A step is no longer there: the run that writes here has removed it."""
 
 
-def judge(error: Exception, step: pathlib.Path) -> Exception:
+def judge(error: Exception, step: Folder) -> Exception:
     """What an error says that arose while `step` was read.
 
     Returns:
@@ -45,10 +48,10 @@ def judge(error: Exception, step: pathlib.Path) -> Exception:
     if isinstance(error, DamageError | ModJaxError | jax.errors.JaxRuntimeError):
         return error
     try:
-        step.lstat()
+        _look(step)
         if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
             return DamageError(f"{error.filename or one_line(error)} is missing")
-        if isinstance(error, OSError | MemoryError) or not _absent(_os_error_in(error)):
+        if isinstance(error, MemoryError) or buckets.is_failure(error) or not _absent(_os_error_in(error)):
             return StorageError(f"{step}: could not be read, and was left as it is: {one_line(error)}")
         check_files(step)
         _read_all(step)
@@ -61,21 +64,25 @@ def judge(error: Exception, step: pathlib.Path) -> Exception:
     return DamageError(one_line(error))  # every byte can be read, and they make no sense
 
 
-def check_files(step: pathlib.Path) -> None:
-    """Looks at every entry of a step without opening any.
+def check_files(step: Folder) -> None:
+    """Looks at every entry of a step without opening any. In a bucket there are plain files only.
 
     Raises:
       DamageError: one is neither a plain file nor a folder (opening a FIFO hangs, a link leads elsewhere), or is larger
         than what may be read whole.
       OSError: the file system does not answer.
     """
+    if buckets.is_bucket(step):
+        for name, size in buckets.sizes(step).items():
+            _check_size(step / name, size)
+        return
     _check_entry(step)
     for folder, folders, files in os.walk(step, onerror=_raise):
         for name in (*folders, *files):
             _check_entry(pathlib.Path(folder, name))
 
 
-def read_record(step: pathlib.Path) -> dict[str, Any]:
+def read_record(step: Folder) -> dict[str, Any]:
     """The record of a step: its number, metadata, metrics, and shape, dtype and digest of every leaf.
 
     Raises:
@@ -100,7 +107,7 @@ def record_checksum(record: dict[str, Any]) -> str:
     return hashlib.sha256(canonical(as_read).encode()).hexdigest()
 
 
-def check_arrays(item: pathlib.Path, leaves: dict[str, dict[str, Any]]) -> None:
+def check_arrays(item: Folder, leaves: dict[str, dict[str, Any]]) -> None:
     """Checks that every array of an item is there, with the shape of its record and all its pieces. Reads the index.
 
     Args:
@@ -113,7 +120,8 @@ def check_arrays(item: pathlib.Path, leaves: dict[str, dict[str, Any]]) -> None:
     """
     if not (item / "manifest.ocdbt").exists():
         raise DamageError(f"{item.name}/manifest.ocdbt is missing")
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}).result()
+    base = f"{item}/" if buckets.is_bucket(item) else {"driver": "file", "path": f"{item}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
     pieces: dict[str, int] = {}
     for key in store.list().result():
         array, _, name = key.decode(errors="replace").rpartition("/")
@@ -152,18 +160,37 @@ def _check_entry(path: pathlib.Path) -> None:
         return
     if not stat.S_ISREG(status.st_mode):
         raise DamageError(f"{path} is neither a file nor a folder")
-    if path.parent.name != "d" and status.st_size > METADATA_BYTES:
-        raise DamageError(f"{path} has {status.st_size:,} bytes, which no such file needs")
+    _check_size(path, status.st_size)
 
 
-def _read_all(step: pathlib.Path) -> None:
+def _check_size(path: Folder, size: int) -> None:
+    if path.parent.name != "d" and size > METADATA_BYTES:
+        raise DamageError(f"{path} has {size:,} bytes, which no such file needs")
+
+
+def _look(step: Folder) -> None:
+    """Raises FileNotFoundError if a step is gone, another error if the disk or the bucket does not answer."""
+    if not buckets.is_bucket(step):
+        step.lstat()
+    elif not buckets.sizes(step):
+        raise FileNotFoundError(f"{step} is gone")
+
+
+def _read_all(step: Folder) -> None:
     """Reads every file of a step, to see whether the disk gives it; a sparse one is read no further than 1 GiB."""
+    for path in _files(step):
+        with path.open("rb") as file:
+            for _ in range(1024):
+                if not file.read(2**20):
+                    break
+
+
+def _files(step: Folder) -> Iterator[Folder]:
+    if buckets.is_bucket(step):
+        yield from (step / name for name in buckets.sizes(step))
+        return
     for folder, _, files in os.walk(step, onerror=_raise):
-        for name in files:
-            with pathlib.Path(folder, name).open("rb") as file:
-                for _ in range(1024):
-                    if not file.read(2**20):
-                        break
+        yield from (pathlib.Path(folder, name) for name in files)
 
 
 def _os_error_in(error: BaseException) -> int | None:

@@ -19,7 +19,7 @@ from mod_jax.data.tokenizers import Tokenizer
 from mod_jax.errors import ConfigError, ResumeRefused
 from mod_jax.models.decoder import by_depth, from_depth
 from mod_jax.models.model import Model, make_model
-from mod_jax.paths import local_folder
+from mod_jax.paths import as_folder, folder_to_read
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.resume import saved_config
 
@@ -48,7 +48,7 @@ def find_source(workdir: str | os.PathLike, config: Config, vocab_size: int, tok
       ConfigError: there is no checkpoint.
       ResumeRefused: the weights do not fit; names every key that must not differ.
     """
-    folder = local_folder("--init_from", workdir)
+    folder = folder_to_read("--init_from", workdir)
     step = saved = None
     if (folder / "checkpoints").is_dir():
         with Checkpointer(folder / "checkpoints", read_only=True) as checkpointer:
@@ -92,7 +92,7 @@ def take_weights(source: Source, fresh: dict[str, Any], config: Config, mesh: Me
     abstract = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), model.abstract_params, places
     )
-    with Checkpointer(os.path.join(source.workdir, "checkpoints"), read_only=True) as checkpointer:
+    with Checkpointer(as_folder(source.workdir) / "checkpoints", read_only=True) as checkpointer:
         old = checkpointer.restore_params(abstract, source.step).state
     into = jax.tree.map(lambda leaf: leaf.sharding, fresh)
     return jax.jit(lambda fresh, old: merge(fresh, config, old, source.config), out_shardings=into)(fresh, old)

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import enum
 import os
-import pathlib
 import time
 from typing import Any
 
@@ -152,7 +151,7 @@ def remember(run: Run, init_from: str | os.PathLike | None) -> tuple[Run, inheri
 
 def asked_source(init_from: str | os.PathLike | None) -> str | None:
     """The workdir in --init_from, as checkpoints and results name it."""
-    return None if init_from is None else str(paths.local_folder("--init_from", init_from))
+    return None if init_from is None else str(paths.run_folder("--init_from", init_from))
 
 
 def restore_or_init(
@@ -266,7 +265,7 @@ def has_eval(run: Run, step: int) -> bool:
     return from_process_0(found)
 
 
-def stored_result(config: Config, workdir: pathlib.Path, init_from: str | os.PathLike | None = None) -> list[str]:
+def stored_result(config: Config, workdir: paths.Folder, init_from: str | os.PathLike | None = None) -> list[str]:
     """What the end of this very run said; [] unless it is finished. Process 0 wrote it, so it answers for all."""
     lines = result.stored_lines(config, workdir, asked_source(init_from)) if jax.process_index() == 0 else []
     return lines or [""] * from_process_0(bool(lines))

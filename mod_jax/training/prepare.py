@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import pathlib
 import platform
 import textwrap
 from typing import Any
@@ -37,7 +36,7 @@ class Run:
     """Everything that is fixed before the first step. `abstract_state` carries shapes, dtypes and shardings."""
 
     config: Config
-    workdir: pathlib.Path
+    workdir: paths.Folder
     corpus: Corpus | None  # None: not opened yet
     mesh: jax.sharding.Mesh
     task: Language
@@ -63,12 +62,12 @@ def prepare_run(config: Config, workdir: str | os.PathLike, init_from: str | os.
 
 
 def with_corpus(
-    run: Run | None, config: Config, workdir: pathlib.Path, init_from: str | os.PathLike | None = None
+    run: Run | None, config: Config, workdir: paths.Folder, init_from: str | os.PathLike | None = None
 ) -> Run:
     """The run with its data, and described anew if its vocabulary could not be known without."""
     tokenizer = kept_tokenizer(workdir, config)
     if tokenizer is None and init_from is not None:
-        tokenizer = kept_tokenizer(paths.local_folder("--init_from", init_from), config)
+        tokenizer = kept_tokenizer(paths.folder_to_read("--init_from", init_from), config)
     corpus = prepare_corpus(config.data, tokenizer)
     distributed.wait_for_others("prepared")
     check_processes_agree("corpus", corpus.digest[:12], DataError)
@@ -82,7 +81,7 @@ def with_corpus(
     return dataclasses.replace(run, corpus=corpus)
 
 
-def make_run(config: Config, workdir: pathlib.Path, vocab_size: int) -> Run:
+def make_run(config: Config, workdir: paths.Folder, vocab_size: int) -> Run:
     """The run without its data: what it computes, on which devices, for how long."""
     mesh = sharding.make_mesh(config)
     task = make_task(config, vocab_size)
@@ -210,7 +209,7 @@ def write_config(run: Run) -> None:
     if jax.process_index() != 0:
         return
     contents = about(run) | {"changed_from_default": config_lib.changed_from_default(run.config)}
-    run.workdir.mkdir(parents=True, exist_ok=True)
+    paths.make_folder(run.workdir)
     outputs.write_json(run.workdir / "config.json", contents)
 
 

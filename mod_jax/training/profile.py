@@ -5,12 +5,13 @@ Vocabulary. The *window* is the steps that are traced. It leaves out the first s
 
 import contextlib
 import os
-import pathlib
 import sys
 from collections.abc import Callable, Iterator
 
 import jax
 import tqdm
+
+from mod_jax.paths import as_folder
 
 SKIP = 5  # steps of this process before the window, if the run is long enough
 STEPS = 5  # in the window, if the run is long enough
@@ -38,7 +39,7 @@ class Profiler:
     """
 
     def __init__(self, folder: str | os.PathLike, enabled: bool):
-        self._folder = pathlib.Path(folder)
+        self._folder = as_folder(folder)
         self._enabled = enabled and jax.process_index() == 0
         self._window: range | None = None
         self._traced: list[int] = []

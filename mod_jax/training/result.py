@@ -7,20 +7,19 @@ report, a tokenizer or a last checkpoint that is gone is made again from the new
 
 import datetime
 import json
-import pathlib
 from typing import Any
 
 from mod_jax import config as config_lib
 from mod_jax import outputs
 from mod_jax.config import Config
 from mod_jax.evaluation import tables
-from mod_jax.paths import writing
+from mod_jax.paths import Folder, writing
 
 FILE = "result.json"
 NEEDED = {"finished", "fingerprint", "config"}  # of what is read here, beside what `describe` shows
 
 
-def write(workdir: pathlib.Path, contents: dict[str, Any]) -> None:
+def write(workdir: Folder, contents: dict[str, Any]) -> None:
     """Writes the mark of the end. `contents`: step, tokens, flops, wall_seconds, report, evaluation; and metadata.
 
     Raises:
@@ -30,7 +29,7 @@ def write(workdir: pathlib.Path, contents: dict[str, Any]) -> None:
     outputs.write_json(workdir / FILE, {"finished": finished, **contents})
 
 
-def remove(workdir: pathlib.Path) -> None:
+def remove(workdir: Folder) -> None:
     """Takes the mark away, before a finished run goes on.
 
     Raises:
@@ -40,7 +39,7 @@ def remove(workdir: pathlib.Path) -> None:
         (workdir / FILE).unlink(missing_ok=True)
 
 
-def read(workdir: pathlib.Path) -> dict[str, Any] | None:
+def read(workdir: Folder) -> dict[str, Any] | None:
     """The result of a finished run; None where there is none, or none that is whole."""
     try:
         stored = json.loads((workdir / FILE).read_text(encoding="utf-8"))
@@ -52,7 +51,7 @@ def read(workdir: pathlib.Path) -> dict[str, Any] | None:
         return None
 
 
-def stored_lines(config: Config, workdir: pathlib.Path, init_from: str | None = None) -> list[str]:
+def stored_lines(config: Config, workdir: Folder, init_from: str | None = None) -> list[str]:
     """What the end of this very run said; [] unless it is finished and everything that it left is still there.
 
     Args:
@@ -80,7 +79,7 @@ def stored_lines(config: Config, workdir: pathlib.Path, init_from: str | None = 
     return [*lines, *describe(stored, workdir)]
 
 
-def describe(result: dict[str, Any], workdir: pathlib.Path) -> list[str]:
+def describe(result: dict[str, Any], workdir: Folder) -> list[str]:
     """The end of a run in a few lines."""
     evaluation = result["evaluation"]
     took = datetime.timedelta(seconds=round(result["wall_seconds"]))

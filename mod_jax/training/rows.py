@@ -2,6 +2,9 @@
 
 Training and evaluation may each write one for the same step. Which steps have one: see `mod_jax.training.interval`.
 Rows survive kills, and a resumed run repeats none.
+
+Nothing can be appended to an object of a bucket. There the rows are written to a *spool*, a file on this host, which goes
+up whole: before every checkpoint, at the end, and once a minute. A kill loses only rows that the resumed run repeats.
 """
 
 import contextlib
@@ -9,17 +12,22 @@ import json
 import math
 import os
 import pathlib
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from absl import logging
 
+from mod_jax import buckets
 from mod_jax.errors import ConfigError, StorageError
 from mod_jax.outputs import NON_FINITE, plain, to_json
-from mod_jax.paths import writing
+from mod_jax.paths import Folder, as_folder, make_folder, writing
 from mod_jax.training.trackers import TRACKERS
 
+UPLOAD_EVERY = 60.0  # seconds; a bucket takes about one write a second of one object
 MEASURED = ("train/", "eval/", "routing/", "experts/", "perf/")
 
 
@@ -50,11 +58,17 @@ class MetricWriter:
         self._file = self._tracker = None
         if jax.process_index() != 0:
             return
-        workdir = pathlib.Path(workdir).resolve()
-        self._path = workdir / "metrics.jsonl"
+        workdir = as_folder(workdir)
+        self._path = self._local = workdir / "metrics.jsonl"
+        self._spool = None
         with writing(self._path):
-            workdir.mkdir(parents=True, exist_ok=True)
+            make_folder(workdir)
             resumed = self._path.exists()
+            if buckets.is_bucket(workdir):
+                self._spool = pathlib.Path(tempfile.mkdtemp(prefix="mod_jax-rows-"))
+                self._local = self._spool / "metrics.jsonl"
+                if resumed:
+                    self._local.write_bytes(self._path.read_bytes())
             self._open_after(math.inf if resumed_at is None else resumed_at)
         if tracker != "none":
             with self._tracking():
@@ -68,6 +82,8 @@ class MetricWriter:
         with writing(self._path):
             self._file.write(to_json({"step": int(step)} | row) + "\n")
             self._file.flush()
+            if self._spool and time.monotonic() - self._uploaded > UPLOAD_EVERY:
+                self._upload()
         with self._tracking():
             if self._tracker is not None:
                 self._tracker.log({k: v for k, v in row.items() if not isinstance(v, str)}, step=int(step))
@@ -77,6 +93,7 @@ class MetricWriter:
         if self._file is not None:
             with writing(self._path):
                 os.fsync(self._file.fileno())
+                self._upload()
 
     def close(self) -> None:
         if self._file is None:
@@ -88,17 +105,26 @@ class MetricWriter:
         self._tracker = None
         with writing(self._path), file:
             os.fsync(file.fileno())
+            self._upload()
+        if self._spool:
+            shutil.rmtree(self._spool, ignore_errors=True)
+
+    def _upload(self) -> None:
+        if self._spool:
+            self._path.write_bytes(self._local.read_bytes())
+            self._uploaded = time.monotonic()
 
     def _open_after(self, step: float) -> None:
         """Rewrites the file without rows after `step` and without a half-written last line, then opens it to append."""
-        if self._path.exists():
-            partial = self._path.with_suffix(".partial")
+        if self._local.exists():
+            partial = self._local.with_suffix(".partial")
             with partial.open("w", encoding="utf-8") as file:
-                file.writelines(line for line, row in _parse(self._path) if row["step"] <= step)
+                file.writelines(line for line, row in _parse(self._local) if row["step"] <= step)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(partial, self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+            os.replace(partial, self._local)
+        self._file = self._local.open("a", encoding="utf-8")
+        self._uploaded = time.monotonic()
 
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:
@@ -121,10 +147,14 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     try:
         return [
             {name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
-            for _, row in _parse(pathlib.Path(path))
+            for _, row in _parse(as_folder(path))
         ]
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
+    except Exception as error:
+        if not buckets.is_failure(error):
+            raise
+        raise StorageError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or buckets.cause(error)})"
+        ) from error
 
 
 def _is_row(row: Any) -> bool:
@@ -140,10 +170,11 @@ def _is_row(row: Any) -> bool:
     )
 
 
-def _parse(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parse(path: Folder) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each line with its row. A half-written last line (a killed run) is passed over, others are announced."""
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
+            line = line.decode(errors="replace")
             if not line.endswith("\n"):
                 return
             try:

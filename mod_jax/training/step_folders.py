@@ -1,47 +1,69 @@
 """The step folders of a checkpoint directory: which there are, which are kept, which are set aside.
 
-One process calls this for all. Every change is one rename, so that no reader ever sees half of it.
+One process calls this for all. Every change is one deed, so that no reader ever sees half of it: on a disk a rename, in
+a bucket the writing or removing of the step's *mark*. Orbax writes the mark last. A step without is not listed.
 """
 
 import math
 import os
-import pathlib
 import shutil
 
 from absl import logging
 
+from mod_jax import buckets
+from mod_jax.paths import Folder, make_folder
 from mod_jax.training import damage
 from mod_jax.training.damage import DamageError, one_line
 from mod_jax.training.leaves import item
 
-UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a step that Orbax has not finished
+UNFINISHED = ".orbax-checkpoint-tmp"  # on a disk in the name of a step that Orbax has not finished
+MARK = "commit_success.txt"  # in a bucket, in a step that it has finished
 
 
 class StepFolders:
-    """Arguments as for `Checkpointer`. Every method may raise OSError."""
+    """Arguments as for `Checkpointer`. Every method may raise OSError, or what a bucket raises."""
 
-    def __init__(self, directory: pathlib.Path, keep: int, metric: str):
+    def __init__(self, directory: Folder, keep: int, metric: str):
         self._directory, self._keep, self._metric = directory, keep, metric
+        self._in_bucket = buckets.is_bucket(directory)
         self.quarantine = directory / "quarantine"
         self._pruned = directory / "pruned"
         self._losses: dict[int, float] = {}
 
     def prepare(self) -> None:
         """Creates the directory, tries whether it can be written, and removes what a killed process left half done."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        make_folder(self._directory)
         probe = self._directory / ".probe"
         probe.write_text("")
         probe.unlink()
         self.remove_unfinished()
-        shutil.rmtree(self._pruned, ignore_errors=True)
+        if not self._in_bucket:
+            shutil.rmtree(self._pruned, ignore_errors=True)
 
     def remove_unfinished(self) -> None:
+        if self._in_bucket:
+            finished = self.steps()
+            for step in self._numbers():
+                if step not in finished:
+                    buckets.remove(self._directory / str(step), MARK)
+            return
         for path in self._directory.glob(f"*{UNFINISHED}*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Oldest first."""
-        return sorted(int(path.name) for path in self._directory.iterdir() if path.name.isdecimal())
+        numbers = self._numbers()
+        if self._in_bucket:
+            numbers = [step for step in numbers if (self._directory / str(step) / MARK).exists()]
+        return numbers
+
+    def _numbers(self) -> list[int]:
+        try:
+            return sorted(int(path.name) for path in self._directory.iterdir() if path.name.isdecimal())
+        except FileNotFoundError:
+            if self._in_bucket:  # no folder is there before something lies in it
+                return []
+            raise
 
     def check(self, step: int) -> None:
         """Makes sure that a step that was just saved can be opened: Orbax may write what it does not find again.
@@ -65,21 +87,34 @@ class StepFolders:
         for step in steps:
             if step not in kept:
                 try:
+                    if self._in_bucket:
+                        buckets.remove(self._directory / str(step), MARK)
+                        continue
                     self._pruned.mkdir(exist_ok=True)
                     (self._directory / str(step)).rename(self._pruned / str(step))
-                except OSError as error:  # it costs room, not the run
+                except Exception as error:  # it costs room, not the run
+                    if not buckets.is_failure(error):
+                        raise
                     logging.warning("%s: step %d could not be deleted: %s", self._directory, step, one_line(error))
-        shutil.rmtree(self._pruned, ignore_errors=True)
+        if not self._in_bucket:
+            shutil.rmtree(self._pruned, ignore_errors=True)
 
-    def set_aside(self, step: int, why: str) -> pathlib.Path:
+    def set_aside(self, step: int, why: str) -> Folder:
         """Moves a step to quarantine, where nothing looks for steps. Returns where it is now."""
-        target = self.quarantine / f"{step}-{why}"
-        while os.path.lexists(target):
+        source, target = self._directory / str(step), self.quarantine / f"{step}-{why}"
+        while self._is_there(target):
             target = target.with_name(f"{target.name}-again")
-        self.quarantine.mkdir(exist_ok=True)
-        (self._directory / str(step)).rename(target)
+        if self._in_bucket:
+            buckets.move(source, target, MARK)
+        else:
+            self.quarantine.mkdir(exist_ok=True)
+            source.rename(target)
         self._losses.pop(step, None)
         return target
+
+    def _is_there(self, target: Folder) -> bool:
+        """Whether a step was set aside there. In a bucket one without mark is what a kill left, and is written over."""
+        return (target / MARK).exists() if self._in_bucket else os.path.lexists(target)
 
     def best_step(self) -> int | None:
         """The step with the lowest finite metric; the newest of equals; None if no step has one."""

@@ -1,19 +1,19 @@
 """Where else metrics go, if asked: TensorBoard, wandb or trackio, each behind `log(metrics, step)` and `finish()`."""
 
 import importlib
-import pathlib
+import tempfile
 import uuid
 from typing import Any
 
+from mod_jax import buckets
 from mod_jax.errors import ConfigError
+from mod_jax.paths import Folder, make_folder
 
 
 class _TensorBoard:
     """tensorboardX behind the two methods that the runs of wandb and trackio have."""
 
-    def __init__(
-        self, workdir: pathlib.Path, config: dict[str, Any], run_name: str, resumed: bool, resumed_at: int | None
-    ):
+    def __init__(self, workdir: Folder, config: dict[str, Any], run_name: str, resumed: bool, resumed_at: int | None):
         del run_name, resumed
         # TensorBoard then forgets the steps after `resumed_at` that a killed process had written.
         purge_step = None if resumed_at is None else resumed_at + 1
@@ -29,22 +29,21 @@ class _TensorBoard:
         self._writer.close()
 
 
-def _start_wandb(
-    workdir: pathlib.Path, config: dict[str, Any], run_name: str, resumed: bool, resumed_at: int | None
-) -> Any:
+def _start_wandb(workdir: Folder, config: dict[str, Any], run_name: str, resumed: bool, resumed_at: int | None) -> Any:
     del resumed_at  # it takes no step twice
     wandb = _import("wandb", "wandb")
     id_file = workdir / "wandb" / "run_id"  # wandb continues a run by its id only
     if not (resumed and id_file.exists()):
-        id_file.parent.mkdir(exist_ok=True)
+        make_folder(id_file.parent)
         id_file.write_text(uuid.uuid4().hex[:12])
+    folder = tempfile.mkdtemp(prefix="mod_jax-wandb-") if buckets.is_bucket(workdir) else workdir
     return wandb.init(
-        project="mod_jax", name=run_name, config=config, dir=workdir, id=id_file.read_text(), resume="allow"
+        project="mod_jax", name=run_name, config=config, dir=folder, id=id_file.read_text(), resume="allow"
     )
 
 
 def _start_trackio(
-    workdir: pathlib.Path, config: dict[str, Any], run_name: str, resumed: bool, resumed_at: int | None
+    workdir: Folder, config: dict[str, Any], run_name: str, resumed: bool, resumed_at: int | None
 ) -> Any:
     del workdir, resumed_at
     trackio = _import("trackio", "trackio")

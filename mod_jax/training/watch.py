@@ -1,6 +1,5 @@
 """What a person sees of a run: log lines, metric rows, evaluations, warnings, the closing summary and the report."""
 
-import pathlib
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from mod_jax.config import Config
 from mod_jax.errors import NumericsError
 from mod_jax.evaluation import tables
 from mod_jax.evaluation.evaluator import Evaluator
-from mod_jax.paths import writing
+from mod_jax.paths import Folder, writing
 from mod_jax.training.console import Console
 from mod_jax.training.finite import BadSteps
 from mod_jax.training.interval import Interval
@@ -122,7 +121,7 @@ class Watch:
         self._write(metrics | self._alarms(metrics))
         return metrics
 
-    def finish(self, evaluator: Evaluator, state: TrainState, workdir: pathlib.Path) -> dict[str, Any]:
+    def finish(self, evaluator: Evaluator, state: TrainState, workdir: Folder) -> dict[str, Any]:
         """Draws the report. Returns the row of the last evaluation; {} outside process 0, which alone has the rows."""
         self.flush()
         self._writer.flush()

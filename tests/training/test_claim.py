@@ -13,8 +13,9 @@ import time
 import pytest
 
 from mod_jax.errors import StorageError
-from mod_jax.training import claim
+from mod_jax.training import claim_places
 from mod_jax.training.claim import Claim
+from mod_jax.training.claim_places import OnDisk
 
 HOLD = """
 import pathlib, sys, time
@@ -48,7 +49,7 @@ def test_a_second_run_is_refused_while_the_first_lives_and_free_when_it_is_kille
         first.send_signal(signal.SIGKILL)
     start = time.monotonic()
     Claim(tmp_path).close()
-    assert time.monotonic() - start < claim.SILENCE / 10
+    assert time.monotonic() - start < OnDisk.silence / 10
     assert written(tmp_path)["pid"] == os.getpid()
     assert "ended" in written(tmp_path)
 
@@ -105,7 +106,7 @@ def test_where_the_disk_does_not_lock_signs_of_life_decide(tmp_path, monkeypatch
     def no_locks(file, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(claim.fcntl, "flock", no_locks)
+    monkeypatch.setattr(claim_places.fcntl, "flock", no_locks)
     first = Claim(tmp_path, beat=0.1)
     with pytest.raises(StorageError, match=f"pid {os.getpid()} on"):
         Claim(tmp_path, silence=60.0)
