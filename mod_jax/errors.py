@@ -13,6 +13,29 @@ EXIT_CODES = {
     141: "nobody reads the output",
 }
 
+# What a launcher should do after each code: the same command again, or not.
+RESTARTS = {
+    0: "no: it is done. A preempted run has this code too, unless `--preempted_exit_code` gives it another",
+    1: "a few times: most often it comes again, but memory or a driver may not",
+    2: "**never**: it would be refused again",
+    3: "**never**: the loss would not be finite again",
+    4: "a few times: a disk or a bucket may come back",
+    5: "**never**: the data would still be unusable",
+    6: "**always**, all processes together",
+    7: "**never**: it would be refused again",
+    130: "no: somebody stopped it",
+    141: "no: training does not end with this code",
+}
+PREEMPTED = 42  # what `--preempted_exit_code` gives where 0 stands for finished; xpk restarts on it by itself
+
+
+def restart_table() -> list[str]:
+    """What to do after each exit code, as a Markdown table."""
+    rows = [(str(code), what) for code, what in RESTARTS.items()]
+    rows.insert(-2, (str(PREEMPTED), "**always**: with `--preempted_exit_code=42`, preempted and saved"))
+    rows.insert(-2, ("128 and more", "**always**: a signal ended it, the lack of memory for example"))
+    return ["| exit code | start it again? |", "|---|---|", *(f"| {code} | {what} |" for code, what in rows)]
+
 
 def exit_code_table() -> list[str]:
     """The exit codes as a Markdown table."""

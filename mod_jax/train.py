@@ -17,8 +17,8 @@ PROFILE = flags.DEFINE_bool("profile", False, "Trace a few steps for xprof, into
 PREEMPTED_EXIT_CODE = flags.DEFINE_integer(
     "preempted_exit_code",
     0,
-    "Exit code of a run that was preempted and saved. What restarts runs often takes 0 for finished: give it 42, which no "
-    "other end has.",
+    "Exit code of a run that was preempted and saved. What restarts runs often takes 0 for finished: give it 42, which "
+    "no other end has.",
     0,
     255,
 )

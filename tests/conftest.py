@@ -7,6 +7,7 @@ Set JAX_COMPILATION_CACHE_DIR or MOD_JAX_CACHE to put them elsewhere. The eight 
 
 import os
 import tempfile
+import uuid
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
@@ -22,12 +23,13 @@ os.environ["MOD_JAX_CACHE"] = os.environ.get(
     "MOD_JAX_CACHE", f"{tempfile.gettempdir()}/mod_jax_tests-{os.getuid()}/corpora"
 )
 
+import emulator
 import jax
 import pytest
 import untrained
 from tiny import TINY
 
-from mod_jax import host
+from mod_jax import host, paths
 from mod_jax.config import Config, make_config
 
 host.prepare()
@@ -56,6 +58,19 @@ def build():
 def tools():
     """The module `untrained`: two paths of one model, to be compared."""
     return untrained
+
+
+@pytest.fixture(scope="session")
+def emulated_bucket():
+    """Address of a bucket."""
+    with emulator.started():
+        yield "gs://pod"
+
+
+@pytest.fixture
+def bucket(emulated_bucket):
+    """An empty folder in a bucket."""
+    return paths.run_folder("bucket", f"{emulated_bucket}/{uuid.uuid4().hex[:12]}")
 
 
 def pytest_sessionfinish(session):

@@ -205,9 +205,10 @@ class Checkpointer:
             logging.error("%s: saving step %s failed: %s", self._directory, self._saving, one_line(failed))
 
     def check_space(self, state: Any) -> None:
-        """Raises StorageError unless one more copy of `state` (arrays or ShapeDtypeStructs) fits on the disk, if it is one.
+        """Raises StorageError unless one more copy of `state` (arrays or ShapeDtypeStructs) fits on the disk.
 
-        `save` checks for itself; call this with the abstract state before a long run to hear of it before the run.
+        `save` checks for itself; call this with the abstract state before a long run to hear of it before the run. Of a
+        bucket nothing is asked.
         """
         if buckets.is_bucket(self._directory):
             return

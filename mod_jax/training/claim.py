@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from mod_jax import buckets
 from mod_jax.errors import StorageError
 from mod_jax.paths import Folder, make_folder, writing
-from mod_jax.training.claim_places import Claimed, InBucket, OnDisk, kernel, process_id
+from mod_jax.training.claim_places import Claimed, InBucket, OnDisk, kernel, lives_here, process_id
 
 BEAT = 10.0  # seconds between two signs of life
 TAKEN = "another run is using this workdir"  # what a refusal says
@@ -116,6 +116,8 @@ class Claim:
         if locked and (not other or "ended" in other or place.is_dead(other)):
             return
         if not locked and other.get("kernel", kernel()) == kernel():
+            raise self._refusal(other)
+        if other and other["pid"] != os.getpid() and lives_here(other):
             raise self._refusal(other)
         beat, looked = place.last_beat(), time.monotonic()
         if locked and place.seconds_silent() > place.long_silence:

@@ -54,7 +54,7 @@ class OnDisk:
 
     def is_dead(self, other: Claimed) -> bool:
         """Whether the run of a claim whose lock is free is known to have ended."""
-        return (self._disk_locks and other["kernel"] == kernel()) or has_ended_here(other)
+        return (self._disk_locks and other["kernel"] == kernel()) or lives_here(other) is False
 
     def last_beat(self) -> float:
         with contextlib.suppress(OSError), self.path.open("rb") as file:  # opened anew: asks the server, not a cache
@@ -105,7 +105,7 @@ class InBucket:
         return True
 
     def is_dead(self, other: Claimed) -> bool:
-        return has_ended_here(other)
+        return lives_here(other) is False
 
     def last_beat(self) -> int:
         return self._generation
@@ -159,15 +159,15 @@ class InBucket:
         pass
 
 
-def has_ended_here(other: Claimed) -> bool:
-    """Whether a claim is of a process that this one would see, and does not: same kernel, same processes, none of its id.
+def lives_here(other: Claimed) -> bool | None:
+    """Whether a claim is of a process that this one sees; None if it may live where this one cannot see it.
 
     A number of a process is used again after a while, but not with the same time of its start.
     """
     here = process_id()
     if not here or other["kernel"] != kernel() or other.get("processes") != here["processes"]:
-        return False
-    return _start_of(other["pid"]) != other.get("started")
+        return None
+    return _start_of(other["pid"]) == other.get("started")
 
 
 def process_id() -> dict[str, Any]:

@@ -3,8 +3,9 @@
 Training and evaluation may each write one for the same step. Which steps have one: see `mod_jax.training.interval`.
 Rows survive kills, and a resumed run repeats none.
 
-Nothing can be appended to an object of a bucket. There the rows are written to a *spool*, a file on this host, which goes
-up whole: before every checkpoint, at the end, and once a minute. A kill loses only rows that the resumed run repeats.
+Nothing can be appended to an object of a bucket. There the rows are written to a *spool*, a file on this host, which
+goes up whole: before every checkpoint, at the end, and once a minute. A kill loses only rows that the resumed run
+repeats.
 """
 
 import contextlib

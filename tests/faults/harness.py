@@ -70,13 +70,18 @@ class Run:
         processes: int = 1,
         flags: Iterable[str] = (),
         environment: dict[str, str] | None = None,
+        address: str = "",
     ):
-        """Starts it. `changes`: to SMALL. The output of each process is kept beside `workdir`."""
+        """Starts it. `changes`: to SMALL. The output of each process is kept beside `workdir`.
+
+        `address`: where the run has its workdir instead, in a bucket.
+        """
         self.workdir = pathlib.Path(workdir)
         self._started = time.time() - 0.1  # by the clock of a file system, which is coarse
         self._logs, self.processes = [], []
         settings = {**SMALL, **(changes or {})}
-        command = [sys.executable, "-m", "mod_jax.train", "--config=configs/smoke.py", f"--workdir={workdir}", *flags]
+        command = [sys.executable, "-m", "mod_jax.train", "--config=configs/smoke.py"]
+        command += [f"--workdir={address or workdir}", *flags]
         command += [f"--config.{name}={value}" for name, value in settings.items()]
         if processes > 1:
             command += ["--distributed", f"--coordinator_address=localhost:{free_port()}"]
