@@ -6,7 +6,7 @@ import setuptools
 
 README = pathlib.Path(__file__).parent / "README.md"
 
-GCS = ["etils[epath-gcs]>=1.9"]
+GCS = ["fsspec>=2025.2", "gcsfs>=2025.2", "google-cloud-storage>=3"]
 DOCS = ["pdoc>=15"]
 NOTEBOOKS = ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5.10"]
 TRANSFORMERS = ["torch", "transformers>=5"]  # whose logits ours must equal
