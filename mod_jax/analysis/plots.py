@@ -55,7 +55,7 @@ _STYLE = {
     "lines.markersize": 5,
 }
 _TITLE = dict(fontsize=11, fontweight="bold")
-_styled = matplotlib.rc_context(_STYLE)  # decorates each function that draws
+styled = matplotlib.rc_context(_STYLE)  # decorates each function that draws
 
 _VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "↵"}
 
@@ -79,7 +79,7 @@ def save(fig: Figure, path: str | os.PathLike) -> None:
     path.write_bytes(image.getvalue())
 
 
-@_styled
+@styled
 def loss_curves(rows: Sequence[dict[str, Any]], title: str = "Loss") -> Figure:
     """Training loss, held-out loss under top-k and under each causal selection, and the gap between the last two."""
     steps, loss = _series(rows, "train/loss")
@@ -121,7 +121,7 @@ def loss_curves(rows: Sequence[dict[str, Any]], title: str = "Loss") -> Figure:
     return fig
 
 
-@_styled
+@styled
 def loss_against_flops(
     dense: tuple[float, float],
     series: dict[str, Sequence[tuple[float, float, str]]],
@@ -151,7 +151,7 @@ def loss_against_flops(
     return fig
 
 
-@_styled
+@styled
 def routed_token_map(
     pieces: Sequence[str],
     selected_LT,
@@ -224,7 +224,7 @@ def routed_token_map(
     return fig
 
 
-@_styled
+@styled
 def score_histograms(scores_per_block, cutoffs, depths: Sequence[int], selected, selection: str = "topk") -> Figure:
     """Per block, router scores of selected tokens on top of those of bypassed ones, and the cut-off as a line."""
     columns = min(len(depths), 2 if len(depths) <= 4 else 3)
@@ -252,7 +252,7 @@ def score_histograms(scores_per_block, cutoffs, depths: Sequence[int], selected,
     return fig
 
 
-@_styled
+@styled
 def routing_by_position(share_L10, depths: Sequence[int], selection: str = "topk") -> Figure:
     """Share of each block's selected tokens that lies in each tenth of the row; flat when positions do not matter."""
     share_L10 = np.asarray(share_L10)
@@ -271,7 +271,7 @@ def routing_by_position(share_L10, depths: Sequence[int], selection: str = "topk
     return fig
 
 
-@_styled
+@styled
 def block_health(rows: Sequence[dict[str, Any]]) -> Figure:
     """Norm of each routed block's update over that of the residual, per step; the healthy band is shaded."""
     depths = sorted(
