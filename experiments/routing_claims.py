@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 from matplotlib.figure import Figure
 
 import mod_jax
@@ -44,6 +44,7 @@ SURPRISES = {"token": "of the token itself", "next": "of the next token", "entro
 
 def main(_) -> None:
     host.prepare()
+    logging.set_verbosity(logging.ERROR)
     out = outputs.check_folder("out", OUT.value)
     model = mod_jax.restore(WORKDIR.value)
     if not model.config.num_routed:
@@ -113,7 +114,7 @@ def classes(corpus: Corpus) -> np.ndarray:
     if corpus.tokenizer.name != "bytes":
         return class_M
     for start, end in zip(starts, [*starts[1:], tokens_M.size], strict=True):
-        class_M[start + 1 : end] = syntax.classes_of_bytes(tokens_M[start + 1 : end].astype(np.uint8).tobytes())
+        class_M[start + 1 : end] = syntax.classes_of_bytes(corpus.tokenizer.decode(tokens_M[start + 1 : end]))
     return class_M
 
 
