@@ -1,4 +1,4 @@
-"""Notebooks rot unless they run: every one is executed from top to bottom; where it needs a run, on a fresh smoke run."""
+"""Notebooks rot unless they run: each is executed from top to bottom, on a fresh smoke run where it needs a run."""
 
 import pathlib
 
