@@ -1,11 +1,13 @@
 """The isoFLOP study: variants and sizes at equal training FLOPs, from the plan to the figures.
 
     python experiments/isoflop.py plan --preset=cpu --out=runs/isoflop        # the cells, what each costs, its command
-    xargs -P 2 -I{} sh -c {} < runs/isoflop/commands.txt                      # or: python experiments/isoflop.py run
+    xargs -P 2 -d '\\n' -I{} sh -c {} < runs/isoflop/commands.txt             # or: python experiments/isoflop.py run
+    python experiments/isoflop.py collect --out=runs/isoflop                  # tables, optima, figures
 
 `plan` writes OUT/plan.jsonl, a JSON line per cell, and OUT/commands.txt, a command per cell. It adds to a plan that is
 there: a second call with --budgets=3e12 --widths=48,64 --seeds=1,2 gives more seeds to the sizes near an optimum, one
-with --rates=0.5,2 checks the rule's learning rate. How to run the commands on one machine or on many: docs/studies.md.
+with --rates=0.5,2 checks the rule's learning rate. `collect` can be called at any time: it says which cells are
+missing, failed or diverged. How to run the commands on one machine or on many: docs/studies.md.
 """
 
 import json
@@ -14,8 +16,9 @@ import statistics
 from typing import Any
 
 import cells
+import isoflop_results
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 
 import mod_jax
 from mod_jax import config as config_lib
@@ -40,7 +43,7 @@ MFU = flags.DEFINE_float("mfu", None, "Measured MFU to predict times with; defau
 DEVICE = flags.DEFINE_string("device", None, 'With --mfu: the devices\' kind, such as "TPU v5e".')
 NUM_DEVICES = flags.DEFINE_integer("num_devices", 1, "With --mfu: how many.", 1)
 JOBS = flags.DEFINE_integer("jobs", 1, "run: cells at a time.", 1)
-COMMANDS = ("plan", "run")
+COMMANDS = ("plan", "run", "collect")
 
 MOST_OFF = 0.005  # of the budget, by rounding to whole steps
 MANY_EPOCHS = 4.0  # from here on repeated text is worth clearly less than new (Muennighoff et al. 2023)
@@ -50,8 +53,9 @@ def main(argv: list[str]) -> None:
     if len(argv) != 2 or argv[1] not in COMMANDS:
         raise app.UsageError(f"give one of {', '.join(COMMANDS)}, and flags as --name=value")
     host.prepare()
+    logging.set_verbosity(logging.WARNING)
     out = outputs.check_folder("out", OUT.value)
-    {"plan": plan, "run": run}[argv[1]](out)
+    {"plan": plan, "run": run, "collect": collect}[argv[1]](out)
 
 
 def plan(out: pathlib.Path) -> None:
@@ -78,6 +82,12 @@ def run(out: pathlib.Path) -> None:
     found = cells.run([to_cell(out, row) for row in read_plan(out).values()], JOBS.value)
     lines = cells.not_done(found)
     print("\n".join([*lines, f"{len(found) - len(lines)} of {len(found)} cells are done"]))
+
+
+def collect(out: pathlib.Path) -> None:
+    """Writes tables, optima and figures of what is finished."""
+    rows = read_plan(out)
+    print("\n".join(isoflop_results.collect(out, rows, [to_cell(out, row) for row in rows.values()])))
 
 
 def wanted_cells(out: pathlib.Path) -> list[cells.Cell]:

@@ -117,7 +117,7 @@ def loss_curves(rows: Sequence[dict[str, Any]], title: str = "Loss") -> Figure:
         ax.margins(y=0.25)
     fig.axes[-1].set_xlabel("step")
     _add_cost_axis(top, rows)
-    _add_title(fig, title)
+    add_title(fig, title)
     return fig
 
 
@@ -147,7 +147,7 @@ def loss_against_flops(
     ax.set(xlabel="forward FLOPs per token, % of the dense model's", ylabel="held-out loss, nats per token")
     ax.invert_xaxis()
     ax.legend(loc="upper left")
-    _add_title(fig, title)
+    add_title(fig, title)
     return fig
 
 
@@ -248,7 +248,7 @@ def score_histograms(scores_per_block, cutoffs, depths: Sequence[int], selected,
         ax.set(xlabel="router score", ylabel="tokens")
         ax.grid(False, axis="x")
         ax.legend(fontsize=8, handlelength=1.4)
-    _add_title(fig, f"Router scores under {_name(selection)} selection")
+    add_title(fig, f"Router scores under {_name(selection)} selection")
     return fig
 
 
@@ -266,7 +266,7 @@ def routing_by_position(share_L10, depths: Sequence[int], selection: str = "topk
         xlabel="position in the row, %", ylabel="share of selected tokens, %", xlim=(0, 100), xticks=range(0, 101, 10)
     )
     ax.set_ylim(0, max(20.0, 110 * np.nanmax(share_L10)))
-    _add_title(fig, f"Selected tokens by position under {_name(selection)} selection")
+    add_title(fig, f"Selected tokens by position under {_name(selection)} selection")
     _legend_at_right(ax)
     return fig
 
@@ -287,7 +287,7 @@ def block_health(rows: Sequence[dict[str, Any]]) -> Figure:
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, HEALTHY_UPDATE_RATIO[0] / 3), max(high, HEALTHY_UPDATE_RATIO[1] * 3))
     low, high = HEALTHY_UPDATE_RATIO
-    _add_title(fig, f"Size of each routed block's update (shaded: healthy, {low:g} to {high:g})")
+    add_title(fig, f"Size of each routed block's update (shaded: healthy, {low:g} to {high:g})")
     _legend_at_right(ax)
     return fig
 
@@ -325,7 +325,8 @@ def _add_cost_axis(ax, rows: Sequence[dict[str, Any]]) -> None:
             return
 
 
-def _add_title(fig: Figure, text: str) -> None:
+def add_title(fig: Figure, text: str) -> None:
+    """The figure's title, above it on the left."""
     fig.suptitle(text, x=0.01, ha="left", **_TITLE)
 
 
