@@ -120,12 +120,11 @@ def cell_table(done: list[dict[str, Any]]) -> list[str]:
     for r in done:
         topk, causal = r["top-k"], r["causal"]
         routed = "" if causal["routed"] is None else f"{causal['routed']:.1%}"
-        lines.append(
-            f"| {budget_name(r['budget'])} | {r['variant']} | {r['width']} x {r['depth']} | {r['rate']:g} | "
-            f"{r['seed']} | {r['parameters']:,} | {r['forward_flops_per_token']:.3g} | {r['tokens']:.3g} | "
-            f"{topk['loss']:.4f} | {causal['loss']:.4f} | {causal['selection'] or ''} | {routed} | {topk['bits_per_byte']:.4f} | "
-            f"{causal['bits_per_byte']:.4f} |"
-        )
+        entries = (budget_name(r["budget"]), r["variant"], f"{r['width']} x {r['depth']}", f"{r['rate']:g}", r["seed"])
+        entries += (f"{r['parameters']:,}", f"{r['forward_flops_per_token']:.3g}", f"{r['tokens']:.3g}")
+        entries += (f"{topk['loss']:.4f}", f"{causal['loss']:.4f}", causal["selection"] or "", routed)
+        entries += (f"{topk['bits_per_byte']:.4f}", f"{causal['bits_per_byte']:.4f}")
+        lines.append(f"| {' | '.join(map(str, entries))} |")
     return lines
 
 

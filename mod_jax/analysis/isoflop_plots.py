@@ -35,7 +35,7 @@ class Panel(NamedTuple):
 @styled
 def loss_against_size(panels: Sequence[Panel], variants: Sequence[str], size_name: str) -> Figure:
     """The paper's figure 3: every run, a line per budget and variant, and each optimum with its intervals."""
-    fig = Figure(figsize=(4.6 * len(panels) + 0.4, 4.6))
+    fig = Figure(figsize=(4.4 * len(panels) + 1.8, 4.4))
     axes = fig.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     looks = look_of(variants)
     for ax, panel in zip(axes, panels, strict=True):
@@ -73,7 +73,7 @@ def loss_against_cost(
       seconds: of each panel, by curve, the measured seconds per token of each run; NaN where not known.
       dense: the variant whose optimum all is relative to; it must have one in every panel.
     """
-    fig = Figure(figsize=(9.6, 3.6 * len(panels) + 0.5))
+    fig = Figure(figsize=(10.6, 3.6 * len(panels) + 0.3))
     rows = fig.subplots(len(panels), 2, sharey="row", squeeze=False)
     looks = look_of(variants)
     for (by_flops, by_time), panel, times in zip(rows, panels, seconds, strict=True):
@@ -125,7 +125,7 @@ def optima_against_budget(
     Args:
       laws: of each panel, by (variant, "size" or "loss").
     """
-    fig = Figure(figsize=(9.6, 3.4 * len(panels) + 0.5))
+    fig = Figure(figsize=(10.6, 3.4 * len(panels) + 0.3))
     rows = fig.subplots(len(panels), 2, squeeze=False)
     looks = look_of(variants)
     for axes, panel, law in zip(rows, panels, laws, strict=True):
@@ -225,5 +225,5 @@ def _legend(fig: Figure, looks: dict[str, dict], variants: Sequence[str], with_r
     if with_runs:
         handles.append(Line2D([], [], color=MUTED, marker="o", markerfacecolor="none", linestyle="none", label="a run"))
     best = dict(color=MUTED, marker="o", markeredgecolor=INK, markersize=7, linestyle="none")
-    handles.append(Line2D([], [], **best, label="optimum, 95 % interval"))
-    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
+    handles.append(Line2D([], [], **best, label="optimum,\n95 % interval"))
+    fig.legend(handles=handles, loc="outside right upper", fontsize=8)
