@@ -53,6 +53,12 @@ class TrainedModel:
     expert_cutoffs_LE: jax.Array | None = None
 
     @property
+    def trained_positions(self) -> int:
+        """Positions from here on were never trained."""
+        pretrained = (self.metadata.get("init_from") or {}).get("positions", 0)  # of an upgraded model
+        return max(self.config.data.seq_len, pretrained)
+
+    @property
     def weights(self) -> Weights:
         return Weights(self.params, self.cutoffs_L, self.expert_cutoffs_LE)
 

@@ -125,7 +125,7 @@ def loss_curves(rows: Sequence[dict[str, Any]], title: str = "Loss") -> Figure:
 def loss_against_flops(
     dense: tuple[float, float],
     series: dict[str, Sequence[tuple[float, float, str]]],
-    title: str = "What a model without training loses when it computes less",
+    title: str = "A pretrained model that computes less, without training",
 ) -> Figure:
     """Held-out loss against forward FLOPs, one line for each way to spend fewer, all from the dense model on.
 

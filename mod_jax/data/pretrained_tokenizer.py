@@ -164,6 +164,9 @@ def _describe(inner: dict, library, start: int | None, stops: list[int | None], 
     candidates = [i for i in (start, *found, *ends) if i is not None]
     if not candidates:
         raise ConfigError(f"{place}: has neither a token that begins a text nor one that ends it")
+    size = 1 + max(library.get_vocab(with_added_tokens=True).values())
+    if outside := [i for i in candidates if not 0 <= i < size]:
+        raise ConfigError(f"{place}: names token id {outside[0]}, but its tokenizer has ids in [0, {size})")
     separator = candidates[0]
     about = dict(tokenizer=inner, separator_id=separator, start_id=start, stop_ids=sorted({separator, *ends}))
     return json.dumps(about, sort_keys=True, ensure_ascii=False).encode()

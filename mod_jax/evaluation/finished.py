@@ -90,8 +90,8 @@ def evaluate_run(
         )
     windows = sum(int(np.sum(batch["example_ids_B"] >= 0)) for batch in evaluator.batches)
     lines.append(f"{windows} held-out windows of {seq_len} tokens")
-    if seq_len > model.config.data.seq_len:
-        lines.append(f"positions from {model.config.data.seq_len} on were never trained")
+    if seq_len > model.trained_positions:
+        lines.append(f"positions from {model.trained_positions} on were never trained")
 
     lines += gate_lines(model, evaluator)
     metrics = evaluator.evaluate(model.weights)

@@ -60,6 +60,7 @@ class Sampler:
         if num_drafts and not model.config.num_routed:
             raise RequestError(f"num_drafts = {num_drafts}: a dense model has no routed blocks to leave out")
         self.config, self.tokenizer = model.config, model.tokenizer
+        self._trained_positions = model.trained_positions
         for name, values_L, kind, allowed in (
             ("cutoffs_L", cutoffs_L, "numbers", lambda x_L: ~np.isnan(x_L)),
             ("capacity_L", capacity_L, "numbers in [0, 1]", lambda x_L: (x_L >= 0) & (x_L <= 1)),
@@ -125,8 +126,8 @@ class Sampler:
             f"selection {self.selection} (trained: {trained}){self._why and ', ' + self._why}; cache for {rows} x "
             f"{positions} positions {ours / 2**20:.2f} MiB, {ours / full:.3f} of a dense model's {full / 2**20:.2f} MiB"
         )
-        seq_len = self.config.data.seq_len
-        return text + (f"; positions from {seq_len} on were never trained" if positions > seq_len else "")
+        trained = self._trained_positions
+        return text + (f"; positions from {trained} on were never trained" if positions > trained else "")
 
     def warm_up(
         self, batch_sizes: Sequence[int] = (1,), prompt_lengths: Sequence[int] = (1,), max_new_tokens: int | None = None
