@@ -329,7 +329,8 @@ def _evaluation(config: Config, vocab_size: int, probe: Probe, params, held_out:
 
 
 def _new_workdir(workdir: str | os.PathLike) -> pathlib.Path:
-    path = paths.folder_to_write("--workdir", workdir)
+    # On a disk: in a bucket nothing appears whole or not at all.
+    path = paths.folder_to_write("--workdir", paths.local_folder("--workdir", workdir))
     if path.is_dir() and any(path.iterdir()):
         raise ConfigError(f"--workdir = {os.fspath(workdir)!r}: {path} is not empty; an upgrade needs a new folder")
     return path
