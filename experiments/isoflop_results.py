@@ -23,7 +23,6 @@ from mod_jax.training.rows import read_metrics
 
 LOSSES = ("top-k", "causal")
 SIZES = {"parameters": "parameters", "FLOPs per token": "forward_flops_per_token"}  # name: key of a cell
-SELECTIONS = ("predictor", "threshold", "router", "all")  # the first that was evaluated gives the causal loss
 PLANNED = ("name", "variant", "budget", "width", "depth", "heads", "rate", "learning_rate", "seed", "parameters")
 PLANNED += ("forward_flops_per_token", "steps", "tokens", "flops", "epochs")
 
@@ -62,12 +61,10 @@ def record(row: dict[str, Any], found: cells.Found) -> dict[str, Any]:
     if found.state != "done":
         return known
     stored = found.result
-    losses = {loss.selection: loss for loss in tables.held_out_losses(stored["evaluation"])}
-    selection = next((s for s in SELECTIONS if s in losses), None)
-    causal = losses[selection] if selection else losses["topk"]  # without a choice there is one loss, and it is causal
+    topk, causal = tables.held_out_losses(stored["evaluation"])[0], tables.causal_loss(stored["evaluation"])
     return known | {
-        "top-k": one_loss(losses["topk"]),
-        "causal": one_loss(causal) | {"selection": selection},
+        "top-k": one_loss(topk),
+        "causal": one_loss(causal) | {"selection": causal.selection if causal.selection != "topk" else None},
         "corpus_digest": stored["corpus_digest"],
         "corpus": stored["corpus"],
         "commit": stored["commit"],

@@ -90,7 +90,7 @@ def loss_curves(rows: Sequence[dict[str, Any]], title: str = "Loss") -> Figure:
     fig = Figure(figsize=(7.5, 5.6 if selections else 4.2))
     ratios = [3, 1] if selections else [1]
     top, *below = fig.subplots(len(ratios), sharex=True, height_ratios=ratios, squeeze=False).ravel()
-    smooth, is_short = _smooth(loss), len(loss) < 100
+    smooth, is_short = smooth(loss), len(loss) < 100
     if is_short:  # too few values to smooth
         top.plot(steps, loss, color=INK, label=f"training, {mode}")
     else:
@@ -305,7 +305,7 @@ def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.nd
     return tuple(np.array(found, np.float64).reshape(-1, 2).T)
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def smooth(values: np.ndarray) -> np.ndarray:
     """Centred average over about a fiftieth of the run, narrow at its start: no lag where the loss falls fast."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     i = np.arange(len(values))

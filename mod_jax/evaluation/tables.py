@@ -47,6 +47,18 @@ def held_out_losses(metrics: Metrics) -> list[HeldOutLoss]:
     return found
 
 
+def causal_loss(metrics: Metrics) -> HeldOutLoss | None:
+    """The causal loss to compare models by: of the selection that sampling takes by default.
+
+    Where there is nothing to select, the top-k loss, which is causal there. None of a model without a causal selection.
+    """
+    losses = {loss.selection: loss for loss in held_out_losses(metrics)}
+    for selection in ("predictor", "all", "router", "threshold"):
+        if selection in losses:
+            return losses[selection]
+    return losses["topk"] if losses["topk"].routed is None else None
+
+
 def _held_out_loss(metrics: Metrics, selection: str, loss, bits_per_byte, gap, routed) -> HeldOutLoss:
     spent, dense = (metrics.get(f"eval/forward_flops_per_token/{name}") for name in (selection, "dense"))
     of_dense = None if spent is None or dense is None else spent / dense

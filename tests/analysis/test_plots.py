@@ -168,7 +168,7 @@ def test_rows_without_a_finite_value_are_left_out():
 def test_smoothing_by_hand():
     values = np.zeros(200)  # windows of two values to each side
     values[0], values[10], values[199] = 6.0, 5.0, 3.0
-    smooth = plots._smooth(values)
+    smooth = plots.smooth(values)
     assert smooth[0] == 6.0  # nothing before it: alone
     assert smooth[1] == 2.0  # 6, 0, 0
     np.testing.assert_allclose(smooth[7:14], [0, 1, 1, 1, 1, 1, 0])
