@@ -205,11 +205,11 @@ def _warnings(runs: Sequence[Run], groups: list[tuple[str, int, int]]) -> list[s
 
 @styled
 def draw(runs: Sequence[Run], axis: str = "flops") -> Figure:
-    """Loss against cost: training loss as a line, smoothed, held-out losses as markers, filled for top-k, else hollow."""
+    """Loss against cost: training loss as a smoothed line, held-out loss as markers, filled for top-k, else hollow."""
     fig = Figure(figsize=(8.4, 4.6))
     ax = fig.subplots()
     several = len({run.held_out_set for run in runs}) > 1
-    settled = []
+    settled, last = [], 0.0
     for i, run in enumerate(runs):
         cost, training, topk, causal = run.curve(axis)
         look = dict(color=PALETTE[i % len(PALETTE)])
@@ -221,12 +221,16 @@ def draw(runs: Sequence[Run], axis: str = "flops") -> Figure:
         ax.plot(cost[known], smoothed, **look | line | dict(marker="none"), linewidth=0.8)
         ax.plot(cost, causal, **look | line | dict(linestyle="none"), markerfacecolor="white", markersize=7)
         ax.plot(cost, topk, **look | line | dict(linestyle="none"))
-        settled += [smoothed[cost[known] >= cost[-1] / 20], topk[np.isfinite(topk)], causal[np.isfinite(causal)]]
-    ax.set(xlabel=AXES[axis], ylabel="loss, nats per token", xscale="log")
+        late = cost[known] >= cost.max(initial=0.0) / 10
+        settled += [smoothed[late], topk[np.isfinite(topk)], causal[np.isfinite(causal)]]
+        last = max(last, cost.max(initial=0.0))
+    ax.set(xlabel=AXES[axis], ylabel="loss, nats per token")
+    if last:
+        ax.set(xscale="log", xlim=(last / 50, last * 1.2))
     if len(values := np.concatenate(settled)):  # the first moments of a run would flatten all that follows
         pad = 0.05 * (values.max() - values.min()) or 0.05
         ax.set_ylim(values.min() - pad, values.max() + pad)
-    fig.legend(loc="outside right upper", fontsize=8)
+    fig.legend(loc="outside right center", fontsize=8)
     title = "Training loss (lines), held-out loss: top-k (filled), causal (hollow)"
     add_title(fig, title + ("; NOT one held-out set" if several else ""))
     return fig

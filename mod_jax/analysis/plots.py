@@ -90,12 +90,12 @@ def loss_curves(rows: Sequence[dict[str, Any]], title: str = "Loss") -> Figure:
     fig = Figure(figsize=(7.5, 5.6 if selections else 4.2))
     ratios = [3, 1] if selections else [1]
     top, *below = fig.subplots(len(ratios), sharex=True, height_ratios=ratios, squeeze=False).ravel()
-    smooth, is_short = smooth(loss), len(loss) < 100
+    smoothed, is_short = smooth(loss), len(loss) < 100
     if is_short:  # too few values to smooth
         top.plot(steps, loss, color=INK, label=f"training, {mode}")
     else:
         top.plot(steps, loss, color="#bdbdbd", linewidth=0.8, label=f"training, {mode}")
-        top.plot(steps, smooth, color=INK, label=f"training, {mode}, smoothed")
+        top.plot(steps, smoothed, color=INK, label=f"training, {mode}, smoothed")
     top.plot(topk_steps, topk, label=f"held out, {mode}", linewidth=1, **SELECTIONS["topk"])
     for selection in selections:
         style = SELECTIONS[selection] | dict(markerfacecolor="white", linewidth=1)
@@ -104,7 +104,7 @@ def loss_curves(rows: Sequence[dict[str, Any]], title: str = "Loss") -> Figure:
         both, at_causal, at_topk = np.intersect1d(causal_steps, topk_steps, return_indices=True)
         below[0].plot(both, causal[at_causal] - topk[at_topk], **style)
     if len(loss):  # the first moments of a run would flatten all that follows
-        settled = smooth[steps >= steps[-1] * (1 / 5 if is_short else 1 / 30)]
+        settled = smoothed[steps >= steps[-1] * (1 / 5 if is_short else 1 / 30)]
         shown = np.concatenate([settled, topk])
         low, high = min(shown.min(), np.quantile(loss, 0.01)), shown.max()
         pad = 0.05 * (high - low) or 0.05
