@@ -211,6 +211,11 @@ class OptimizerConfig:
     weight_decay: float = _key(0.1, "decoupled decay of the weight matrices (never norms, router, predictor)", low=0.0)
     clip_norm: float = _key(1.0, "largest global gradient norm", above=0.0)
     router_learning_rate_scale: float = _key(1.0, "rate of router and predictor, relative to learning_rate", above=0.0)
+    train: str = _key(
+        "all",
+        "what is trained. routing: routers and predictors alone; the rest stays, without gradient or moments",
+        choices=("all", "routing"),
+    )
     router_weight_decay: float = _key(0.0, "decoupled decay of router and predictor matrices", low=0.0)
 
 

@@ -114,6 +114,10 @@ def check_relations(values: dict[str, Any], length_keys: Sequence[str]) -> None:
             refuse("routing.aux_weight", f"must be 0 with routing.score = {score!r}: its router is not trained")
         if values["routing.gate"] != "raw":
             refuse("routing.gate", f"must be 'raw' (and is 1) with routing.score = {score!r}")
+    if values["optimizer.train"] == "routing":
+        has_router = score not in ("stochastic", "frozen") or values["routing.predictor"]
+        if not routed or not has_router:
+            refuse("optimizer.train", "must be 'all': this model has no router and no predictor that is trained")
     if score == "frozen" and values["optimizer.router_weight_decay"]:
         refuse("optimizer.router_weight_decay", "must be 0 with routing.score = 'frozen': its router is not trained")
 

@@ -1,7 +1,6 @@
-"""Makes a pretrained dense model a Mixture-of-Depths one, without training:
+"""Upgrades a pretrained model: python -m mod_jax.upgrade --from=gguf:FILE --workdir=runs/up
 
-python -m mod_jax.upgrade --from=gguf:FILE --workdir=runs/up
-
+Makes a dense model a Mixture-of-Depths one, without training.
 Reads a folder of transformers (hf:FOLDER, config.json and *.safetensors) or a file of llama.cpp (gguf:FILE). Measures
 what each block is worth, gives the cheapest ones routers, and prints what each capacity costs in loss and saves in
 FLOPs, beside deleting whole blocks. The workdir is then an ordinary one, for evaluate, sample and train --init_from.
@@ -10,7 +9,7 @@ FLOPs, beside deleting whole blocks. The workdir is then an ordinary one, for ev
 from absl import app, flags
 from ml_collections import config_flags
 
-from mod_jax import cli
+from mod_jax import cli, streams
 from mod_jax import config as config_lib
 
 FROM = flags.DEFINE_string("from", None, "The model: hf:FOLDER or gguf:FILE.", required=True)
@@ -39,6 +38,7 @@ def main(argv: list[str]) -> int:
     cli.refuse_arguments(argv)
 
     def run() -> None:
+        streams.outlive_stdout()
         from mod_jax.errors import ConfigError
 
         try:

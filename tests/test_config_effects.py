@@ -80,6 +80,7 @@ ALTERED = {
     "optimizer.weight_decay": 0.3,
     "optimizer.clip_norm": 0.5,
     "optimizer.router_learning_rate_scale": 0.1,
+    "optimizer.train": "routing",
     "optimizer.router_weight_decay": 0.1,
     "train.batch_size": 4,
     "train.accumulation": 2,

@@ -105,6 +105,8 @@ def make_report(config: Config, topology_name: str, batch_size: int, context: in
         "flops": {"model": flops.decode_flops(config, config.model.vocab_size, slots).total},
         "read": bytes_read(config, stack, batch_size, slots, passes, rows),
     }
+    if config.routing.skipped_keys == "kept":
+        report["notes"].append("the weights that make keys and values of bypassed tokens are not in what a step reads")
     if batch_size != asked:
         report["notes"].append(f"--batch={asked} is rounded up to {batch_size}, as the sampler does")
     if context not in (None, num_positions):

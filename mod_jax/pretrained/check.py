@@ -1,5 +1,6 @@
 """Are the logits those of the program that the model was made for? Asked of `transformers`, where it is installed."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ def difference_from_transformers(source: Source, config: Config, params: dict[st
             theirs_1TV = model(torch.from_numpy(ids_1T)).logits.numpy()
     except Exception as error:  # whatever stops another program is its own affair
         return f"it cannot load the folder ({' '.join(str(error).split())[:120]})"
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float32"))
     model = make_model(config, config.model.vocab_size)
     ours_1TV = np.asarray(jax.jit(model.run)(params, ids_1T.astype(np.int32)).logits_BTV)
     return float(np.abs(ours_1TV - theirs_1TV).max()), float(np.abs(theirs_1TV).max())

@@ -73,7 +73,7 @@ def open_source(spec: str) -> Source:
     if path.suffix in PICKLED:
         raise ConfigError(f"--from = {spec!r}: holds pickled weights, which can run code; convert them to safetensors")
     if not path.is_dir():
-        raise ConfigError(f"--from = {spec!r}: is not a folder")
+        raise ConfigError(f"--from = {spec!r}: is not a folder (nothing is downloaded: give the one that it lies in)")
     return _open_folder(name, path)
 
 

@@ -143,8 +143,7 @@ def read_dense(request: Request, say: Say) -> Dense:
     """Reads and converts the model, and compares its logits where that is possible."""
     source = open_source(request.source)
     config = dense_config(source, request)
-    if not request.layout.startswith("auto"):
-        chosen_layout(request.layout, config)  # refuses a bad one now
+    _layout(request.layout, config, None)  # refuses a bad one now
     tokenizer = tokenizers.pretrained(config.data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise CheckpointMismatch(
@@ -177,10 +176,7 @@ def measure(dense: Dense, corpus: Corpus, request: Request, say: Say) -> Measure
     order = cheapest(worth_L, depth)
     worth = ", ".join(f"{d} {worth_L[d]:+.2f}" for d in np.argsort(worth_L, kind="stable"))
     say(f"blocks    nats that leaving each out costs, on {few['tokens_BT'].size:,} training tokens: {worth}")
-    if request.layout.startswith("auto"):
-        layout = layout_of(order[: _auto(request.layout, depth)], depth)
-    else:
-        layout = chosen_layout(request.layout, dense.config)
+    layout = _layout(request.layout, dense.config, order)
     config = _with(dense.config, {"model.layout": layout, "routing.capacity": request.capacity})
     routed = list(config.routed_depths)
     say(f"layout    {layout}: blocks {', '.join(map(str, routed))} are routed")
@@ -214,8 +210,6 @@ def _check(request: Request) -> None:
     for name, value in (("--calibration_rows", request.calibration_rows), ("--block_rows", request.block_rows)):
         if value < 1:
             raise ConfigError(f"{name} = {value}: must be >= 1")
-    if request.layout.startswith("auto"):
-        _auto(request.layout, 1)
 
 
 def dense_config(source: Source, request: Request) -> Config:
@@ -240,31 +234,24 @@ def dense_config(source: Source, request: Request) -> Config:
     return config_lib.make_config(**values)
 
 
-def chosen_layout(layout: str, config: Config) -> str:
-    """A layout that was spelt out, one letter per block.
+def _layout(asked: str, config: Config, order: Sequence[int] | None) -> str:
+    """One letter per block: as spelt out, or R for the first of `order` (None: only check what was asked).
 
     Raises:
-      ConfigError: it has other letters than F and R, no R, or more than there are blocks.
+      ConfigError: it is none of auto, auto:N and letters, or routes no block, or more than there are.
     """
     depth = config.model.depth
-    if len(layout) > depth or set(layout) - set("FRf") or not any(map(is_routed, layout)):
-        raise ConfigError(f"--layout = {layout!r}: must be auto, auto:N, or up to {depth} letters F and R, with an R")
-    return "".join(layout[i % len(layout)] for i in range(depth))
-
-
-def layout_of(routed: Sequence[int], depth: int) -> str:
-    return "".join("R" if i in routed else "F" for i in range(depth))
-
-
-def _auto(layout: str, depth: int) -> int:
-    """How many blocks auto, or auto:N, routes; half of those between the first and the last by default."""
-    name, colon, number = layout.partition(":")
-    if name != "auto" or (colon and not (number.isascii() and number.isdigit() and int(number) > 0)):
-        raise ConfigError(f"--layout = {layout!r}: must be auto, auto:N with N >= 1, or letters F and R")
-    count = int(number) if colon else max(1, (depth - 2) // 2)
-    if depth > 1 and count > depth - 2:
-        raise ConfigError(f"--layout = {layout!r}: of {depth} blocks at most {max(0, depth - 2)} can be routed so")
-    return count
+    name, colon, number = asked.partition(":")
+    if name == "auto":
+        if colon and not (number.isascii() and number.isdigit() and int(number) > 0):
+            raise ConfigError(f"--layout = {asked!r}: must be auto, auto:N with N >= 1, or letters F and R")
+        count = int(number) if colon else max(1, (depth - 2) // 2)
+        if count > depth - 2:
+            raise ConfigError(f"--layout = {asked!r}: of {depth} blocks at most {max(0, depth - 2)} can be routed so")
+        return "".join("R" if i in (order or [])[:count] else "F" for i in range(depth))
+    if len(asked) > depth or set(asked) - set("FRf") or not any(map(is_routed, asked)):
+        raise ConfigError(f"--layout = {asked!r}: must be auto, auto:N, or up to {depth} letters F and R, with an R")
+    return "".join(asked[i % len(asked)] for i in range(depth))
 
 
 def routed_params(dense: dict[str, Any], config: Config, routers_LD: np.ndarray) -> dict[str, Any]:
@@ -355,7 +342,7 @@ def _write_run(
 ) -> None:
     """What training would have left at step 0, but the optimizer's moments: the run is finished, and never resumed."""
     run = prepare.make_run(found.config, folder, found.config.model.vocab_size)
-    began = {"source": dense.name, "sha256": dense.digest, "positions": dense.positions}
+    began = {"workdir": dense.name, "sha256": dense.digest, "positions": dense.positions}
     run = dataclasses.replace(run, corpus=corpus, num_steps=0, init_from=began)
     cutoffs_L = jnp.asarray(found.cutoffs[request.capacity][list(found.config.routed_depths)], jnp.float32)
     state = dict(params=routed_params(dense.params, found.config, found.routers_LD), cutoffs_L=cutoffs_L)

@@ -1,7 +1,8 @@
 """AdamW with named parameter groups, and the learning-rate schedule as a pure function of the step.
 
 Each parameter declares its group (see `sharding.GROUPS`). The predictor's gradient is clipped apart, so that it cannot
-scale the language model's gradient through the global norm.
+scale the language model's gradient through the global norm. What `optimizer.train` leaves out has neither gradient nor
+moments.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def make_optimizer(config: OptimizerConfig, groups: dict[str, Any]) -> optax.Gra
 
     trunk = "matrix", "vector"
     predictor = "predictor", "predictor_bias"
-    return optax.chain(
+    everything = optax.chain(
         optax.masked(optax.clip_by_global_norm(config.clip_norm), those_in("router", *trunk)),
         optax.masked(optax.clip_by_global_norm(config.clip_norm), those_in(*predictor)),
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
@@ -51,3 +52,19 @@ def make_optimizer(config: OptimizerConfig, groups: dict[str, Any]) -> optax.Gra
         optax.add_decayed_weights(config.router_weight_decay, mask=those_in("router", "predictor")),
         optax.masked(optax.scale(config.router_learning_rate_scale), those_in("router", *predictor)),
     )
+    if config.train == "all":
+        return everything
+    trained = is_trained(config, groups)
+    others = jax.tree.map(lambda is_one: not is_one, trained)
+    return optax.chain(optax.masked(everything, trained), optax.masked(optax.set_to_zero(), others))
+
+
+def is_trained(config: OptimizerConfig, groups: dict[str, Any]) -> dict[str, Any]:
+    """Whether each parameter is one that `optimizer.train` names."""
+    return jax.tree.map(lambda group: config.train == "all" or group not in ("matrix", "vector"), groups)
+
+
+def freeze(params: dict[str, Any], config: OptimizerConfig, groups: dict[str, Any]) -> dict[str, Any]:
+    """`params`, of which those that are not trained have no gradient, so that none is computed."""
+    trained = is_trained(config, groups)
+    return jax.tree.map(lambda p, is_one: p if is_one else jax.lax.stop_gradient(p), params, trained)

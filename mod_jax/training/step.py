@@ -19,7 +19,7 @@ from mod_jax.models.model import Model, Weights
 from mod_jax.models.moe import ExpertRecord
 from mod_jax.training.finite import finite_parts
 from mod_jax.training.losses import LossSums, objective
-from mod_jax.training.optimizer import make_optimizer, make_schedule
+from mod_jax.training.optimizer import freeze, make_optimizer, make_schedule
 
 if TYPE_CHECKING:
     from mod_jax.training.language import Language
@@ -109,6 +109,7 @@ def make_train_step(task: "Language", num_steps: int):
     num_micro = config.train.accumulation
 
     def micro_loss(params, batch, num_units):
+        params = freeze(params, config.optimizer, task.model.groups)
         losses, record = task.loss_sums(params, batch)
         return objective(losses, num_units, config), _step_sums(losses, record)
 

@@ -147,6 +147,28 @@ def test_a_predictor_gradient_of_any_size_leaves_all_else_bit_identical(model, p
     assert any((changed[name] != plain[name]).any() for name in plain.keys() - predictor)
 
 
+def test_what_is_not_trained_is_not_moved_and_has_no_moments(model, params):
+    config = OptimizerConfig(train="routing")
+    grads = random_like(params, seed=1)
+    alone, together = update(config, model, params, grads), update(OptimizerConfig(), model, params, grads)
+    routing = paths(model.value.groups, "router", *PREDICTOR)
+    assert all(not alone[name].any() for name in alone.keys() - routing)
+    assert all(alone[name].any() for name in routing)
+    predictor = paths(model.value.groups, *PREDICTOR)  # whose gradient is clipped apart, so that it gets what it did
+    assert all((alone[name] == together[name]).all() for name in predictor)
+    state = jax.eval_shape(optimizer.make_optimizer(config, model.value.groups).init, params)
+    moments = [leaf.shape for leaf in jax.tree.leaves(optax.tree.get(state, "mu"))]
+    shapes = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    assert sorted(moments) == sorted(shapes[name] for name in routing)
+
+    def total(tree):
+        frozen = optimizer.freeze(tree, config, model.value.groups)
+        return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(frozen))
+
+    grads = {path_name(path): g for path, g in jax.tree_util.tree_leaves_with_path(jax.grad(total)(params))}
+    assert {name for name, g in grads.items() if g.any()} == routing
+
+
 def test_clipping_by_hand():
     # Trunk and router (3, 4) have norm 5, clipped to 1: (0.6, 0.8). The predictor's 0.5 is below 1 and stays. The first
     # moment is (1 - b1) times that.
