@@ -296,33 +296,34 @@ def by_variant(results: list[dict]) -> dict[str, list[dict]]:
     return runs
 
 
+@plots.styled
 def draw(results: list[dict]) -> Figure:
     """Left: held-out loss against training FLOPs, mean and range over seeds. Right: the end of every run."""
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure = Figure(figsize=(10, 4.6))
     curves, ends = figure.subplots(1, 2, width_ratios=[3, 2])
     variants = by_variant(results)
-    styles = {
-        v: (plots.PALETTE[i % len(plots.PALETTE)], "-" if i < len(plots.PALETTE) else "--")
-        for i, v in enumerate(variants)
-    }
     lowest, highest = [], []
     for place, (variant, runs) in enumerate(variants.items()):
-        color, line = styles[variant]
+        color, line = plots.PALETTE[place % len(plots.PALETTE)], "-" if place < len(plots.PALETTE) else "--"
+        marker = plots.MARKERS[place % len(plots.MARKERS)]  # tells them apart in grey
         flops = np.array([point[0] for point in runs[0]["curve"]])
         loss = np.array([[point[1] for point in run["curve"]] for run in runs])
-        curves.plot(flops, loss.mean(axis=0), line, color=color, label=variant)
-        curves.fill_between(flops, loss.min(axis=0), loss.max(axis=0), color=color, alpha=0.15, linewidth=0)
-        ends.plot([run["training_rule"] for run in runs], [place] * len(runs), "o", color=color)
+        curves.plot(flops, loss.mean(axis=0), line, color=color, label=variant, marker=marker, markersize=4)
+        curves.fill_between(flops, loss.min(axis=0), loss.max(axis=0), color=color, alpha=0.12, linewidth=0)
+        ends.plot([run["training_rule"] for run in runs], [place] * len(runs), marker, color=color)
         ends.plot([run["causal"] for run in runs], [place] * len(runs), "|", color=plots.INK, markersize=11)
         lowest.append(loss[:, -1].min())
         highest.append(loss[:, len(flops) // 3].max())
-    curves.set(xlabel="training FLOPs", ylabel="held-out loss by the training rule, nats per byte")
+    curves.set(xlabel="training FLOPs", ylabel="nats per byte", title="Held-out loss by the training rule, over seeds")
     curves.set_ylim(min(lowest) - 0.03, max(highest))
+    curves.set_xlim(left=0.2 * flops[-1])
     curves.legend(fontsize=8)
     ends.set_yticks(range(len(variants)), list(variants))
     ends.invert_yaxis()
-    ends.set(xlabel="held-out nats per byte, each seed:\ndot by the training rule, bar causal")
-    ends.grid(axis="x", color="#dddddd")
+    ends.plot([], [], "o", color=plots.MUTED, label="training rule")
+    ends.plot([], [], "|", color=plots.INK, markersize=11, label="causal, nobody dropped")
+    ends.legend(loc="upper right", fontsize=8)
+    ends.set(xlabel="nats per byte", title="At the end, each seed")
     return figure
 
 
