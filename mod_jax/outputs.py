@@ -9,6 +9,8 @@ import math
 import os
 import pathlib
 import re
+import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -107,6 +109,54 @@ def check_folder(name: str, path: str | os.PathLike) -> pathlib.Path:
     folder = paths.local_folder(name, path)
     check_place(name, folder / "file")
     return folder
+
+
+def check_new_folder(name: str, path: str | os.PathLike) -> pathlib.Path:
+    """Makes sure, before the work, that `new_folder(path)` will succeed; makes the folders above it. Returns it.
+
+    Raises:
+      ConfigError: names the flag or argument `name`, its value and the cause.
+    """
+    folder = paths.local_folder(name, path)
+    given = f"{name} = {os.fspath(path)!r}"
+    try:
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            raise ConfigError(f"{given}: is there already, and is not a folder")
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError(f"{given}: is there already, and not empty; nothing is overwritten")
+        scratch = _scratch(folder)
+        scratch.mkdir(parents=True)
+        scratch.rmdir()
+    except OSError as error:
+        raise ConfigError(f"{given}: cannot be written ({error.strerror})") from None
+    return folder
+
+
+@contextlib.contextmanager
+def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder to write into, which becomes `folder`, new or empty, when all is written; if not, nothing is left.
+
+    Raises:
+      StorageError: names the folder and the cause.
+    """
+    scratch = _scratch(folder)
+    try:
+        with paths.writing(folder):
+            scratch.mkdir()
+            yield scratch
+            for path in scratch.iterdir():
+                _sync_file(path)
+            _sync_folder(scratch)
+            scratch.replace(folder)
+            _sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def _sync_file(path: pathlib.Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _scratch(path: pathlib.Path) -> pathlib.Path:

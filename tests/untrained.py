@@ -6,18 +6,22 @@ Programs are compiled once per config and shared by the tests; parameters are ar
 import dataclasses
 import functools
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax.config import Config, make_config
+from mod_jax.config import Config, make_config, to_flat_dict
+from mod_jax.data import tokenizers
 from mod_jax.data.tokenizers import ByteTokenizer
 from mod_jax.models.blocks import Choice
 from mod_jax.models.model import make_model
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling import stack as stack_lib
 from mod_jax.trained import TrainedModel
+from mod_jax.training.checkpoint import Checkpointer
+from mod_jax.training.step import TrainState
 
 SMALL = {
     "model.width": 16,
@@ -65,6 +69,15 @@ def _draw(rng: np.random.Generator, path, leaf) -> jax.Array:
     fan_in = math.prod(shape[stacked:-1]) if len(shape) - stacked > 1 else shape[-1]
     fan_in = shape[stacked] if any(part in name for part in ("q_DNH", "k_DKH", "v_DKH")) else fan_in
     return jnp.asarray(rng.normal(size=shape) * fan_in**-0.5, leaf.dtype)
+
+
+def save_run(model: TrainedModel, workdir: pathlib.Path) -> pathlib.Path:
+    """Makes `workdir` that of a run whose one checkpoint is this model. Returns it."""
+    state = TrainState(jnp.int32(model.step), model.params, (), model.cutoffs_L, jnp.int32(0))
+    with Checkpointer(workdir / "checkpoints") as checkpointer:
+        checkpointer.save(model.step, state, {"config": to_flat_dict(model.config), "corpus_digest": ""})
+    tokenizers.save(model.tokenizer, workdir / "tokenizer")
+    return workdir
 
 
 @functools.cache

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import untrained
 from harness import SAVED, STEPPING, Run, newest_step
 
-from mod_jax.errors import StorageError
+from mod_jax.errors import ConfigError, StorageError
+from mod_jax.exporting.folder import export
 from mod_jax.training.checkpoint import Checkpointer
 
 # Orbax leaves futures of a failed write unawaited; pytest reports them from whichever test runs next.
@@ -103,6 +105,17 @@ def test_a_run_whose_folder_is_removed_ends_with_one_line(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_export_to_a_disk_that_fills_up_is_one_line_and_leaves_nothing(small_disk):
+    model = untrained.build_model()
+    for leave in (40_000, 8_192, 0):
+        filler = fill(small_disk, leave)
+        with pytest.raises((StorageError, ConfigError), match="No space left on device"):
+            export(model, small_disk / "out")
+        filler.unlink()
+        assert list(small_disk.iterdir()) == []
+    export(model, small_disk / "out")
+
+
 def test_a_disk_that_may_not_be_written_is_refused_before_anything_is_prepared(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with Run(small_disk) as run:

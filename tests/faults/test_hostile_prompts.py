@@ -10,16 +10,12 @@ import sys
 import time
 import tracemalloc
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from untrained import build_model
+from untrained import build_model, save_run
 
-from mod_jax.config import to_flat_dict
 from mod_jax.errors import RequestError
 from mod_jax.sampling import Sampler
-from mod_jax.training.checkpoint import Checkpointer
-from mod_jax.training.step import TrainState
 
 HUGE, LONG = 10 * 2**20, 2**20
 
@@ -153,11 +149,7 @@ def test_stop_strings_that_overlap_end_at_the_first_that_is_complete(sampler):
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     """A workdir with the checkpoint of a model that was never trained."""
-    directory, model = tmp_path_factory.mktemp("hostile"), build_model(**{"model.depth": 2})
-    state = TrainState(jnp.int32(1), model.params, (), model.cutoffs_L, jnp.int32(0))
-    with Checkpointer(directory / "checkpoints") as checkpointer:
-        checkpointer.save(1, state, {"config": to_flat_dict(model.config), "corpus_digest": ""})
-    return directory
+    return save_run(build_model(**{"model.depth": 2}), tmp_path_factory.mktemp("hostile"))
 
 
 def test_through_the_command_it_is_one_line_and_exit_code_2(workdir, tmp_path):

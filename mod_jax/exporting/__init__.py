@@ -1,0 +1,1 @@
+"""A trained model as a folder that Hugging Face transformers loads: weights, config, tokenizer, model card."""
