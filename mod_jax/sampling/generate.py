@@ -21,7 +21,7 @@ from mod_jax.errors import CacheOverflowError, RequestError
 from mod_jax.models.blocks import Choice
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling.choice import Options, check_integer, make_knobs, make_options, row_keys, shown
-from mod_jax.sampling.programs import GenerationState, Programs, Request, serving_stack
+from mod_jax.sampling.programs import GenerationState, Programs, Request, Scores, serving_stack
 from mod_jax.sampling.text import Completion, Prompt, Row, TextStream, encode_prompt, list_prompts
 from mod_jax.trained import TrainedModel, as_model, best_selection, causal_selection
 
@@ -100,6 +100,11 @@ class Sampler:
         )
         self._score = jax.jit(programs.score)
         self._score_stepwise = jax.jit(programs.score_stepwise)
+
+    @property
+    def cutoffs_L(self) -> jax.Array:
+        """The cut-offs of selection "threshold" that it uses."""
+        return self._choice.cutoffs_L
 
     @property
     def num_programs(self) -> int:
@@ -201,16 +206,28 @@ class Sampler:
     def log_likelihoods(self, prompts: Prompt | Sequence[Prompt], *, stepwise: bool = False) -> list[np.ndarray]:
         """log p of each token given those before it: by one prefill, or `stepwise` by decoding.
 
-        The first token that is run, which is the separator where prompts start with it, has none.
+        The first token that is run, which is the separator where prompts start with it, has none. All prompts go in one
+        batch. For many texts, and for what stands in another's context, see `evaluation.likelihoods`.
         """
         prompts, context = list_prompts(prompts), self.config.model.context
         ids = self._encode(prompts, [context] * len(prompts), [Options()] * len(prompts))
-        if not ids:
+        return [scores.log_p for scores in self.score(ids, stepwise=stepwise)]
+
+    def score(self, rows: Sequence[np.ndarray], *, stepwise: bool = False) -> list[Scores]:
+        """What the model says of each token of these rows but the first, given those before it. All in one batch.
+
+        Args:
+          rows: token ids, int32 [2 .. context + 1], taken as they are: nothing is put in front. The first id stands at
+            position 0.
+        """
+        if not rows:
             return []
-        tokens_BT, lengths_B = _pad(ids, self._bucket(max(map(len, ids))))
+        length = self._bucket(max(row.size for row in rows) - 1)
+        tokens_BT, lengths_B = _pad([row[:-1] for row in rows], length)
+        targets_BT, _ = _pad([row[1:] for row in rows], length)
         score = self._score_stepwise if stepwise else self._score
-        scores_BT = jax.device_get(score(self._weights, self._choice, tokens_BT, lengths_B))
-        return [scores_T[: row.size - 1] for scores_T, row in zip(scores_BT, ids, strict=False)]
+        scores = jax.device_get(score(self._weights, self._choice, tokens_BT, targets_BT, lengths_B))
+        return [Scores(*(a_BT[index, : row.size - 1] for a_BT in scores)) for index, row in enumerate(rows)]
 
     # The host side of a generation.
 

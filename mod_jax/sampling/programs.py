@@ -48,6 +48,13 @@ class GenerationState(NamedTuple):
     steps: jax.Array  # decoding steps so far
 
 
+class Scores(NamedTuple):
+    """Of tokens of a text, each given those before it: log p, float32; whether greedy decoding would have chosen it."""
+
+    log_p: jax.Array
+    is_greedy: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Programs:
     """Functions to be jitted. `weights` are the leaves of a `Stack`, which `structure` puts together again.
@@ -119,13 +126,13 @@ class Programs:
         cache = jax.tree.map(lambda array: heads if array.ndim == len(layout) else device, cache)
         return GenerationState(cache, *[device] * (len(GenerationState._fields) - 1))
 
-    def score(self, weights, choice: Choice, tokens_BT, lengths_B) -> jax.Array:
-        """log p of tokens 1, 2, ... given those before, [B, T - 1], by one prefill."""
+    def score(self, weights, choice: Choice, tokens_BT, targets_BT, lengths_B) -> Scores:
+        """What the model says of each target, the token behind the one at its place; by one prefill."""
         slots = (tokens_BT.shape[1],) * len(self.config.blocks)  # as many as positions: nothing can overflow
         stack, output = self._prompt(weights, choice, tokens_BT, lengths_B, slots)
-        return _log_p(stack.logits(output.x_BTD)[:, :-1], tokens_BT[:, 1:])
+        return self._scores_in_chunks(stack, output.x_BTD, targets_BT)
 
-    def score_stepwise(self, weights, choice: Choice, tokens_BT, lengths_B) -> jax.Array:
+    def score_stepwise(self, weights, choice: Choice, tokens_BT, targets_BT, lengths_B) -> Scores:
         """The same by decoding token after token."""
         stack = jax.tree.unflatten(self.structure, weights)
         B, T = tokens_BT.shape
@@ -134,10 +141,31 @@ class Programs:
             positions_B = jnp.full(B, position, jnp.int32)
             given = (tokens_BT[:, position], positions_B, positions_B < lengths_B, cache, choice)
             output = decode(stack, *given, self._expected(B))
-            return output.cache, _log_p(stack.logits(output.x_BTD), tokens_BT[:, position + 1][:, None])[:, 0]
+            return output.cache, self._scores(stack.logits(output.x_BTD)[:, 0], targets_BT[:, position])
 
         cache = cache_lib.init_cache(self.config, B, (T,) * len(self.config.blocks))
-        return jax.lax.scan(step, cache, jnp.arange(T - 1))[1].T
+        return jax.tree.map(jnp.transpose, jax.lax.scan(step, cache, jnp.arange(T))[1])
+
+    def _scores(self, logits_BV, targets_B) -> Scores:
+        log_p_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), targets_B[:, None], axis=1)[:, 0]
+        return Scores(log_p_B, jnp.argmax(logits_BV[:, : self.num_ids], axis=-1) == targets_B)
+
+    def _scores_in_chunks(self, stack: Stack, x_BTD, targets_BT) -> Scores:
+        """Of all positions. The logits of one chunk of tokens exist at a time, as in training."""
+        B, T = targets_BT.shape
+        M = min(B * T, tuning.default_loss_chunk())
+        N = -(-B * T // M)
+
+        def chunks(a_BT):
+            a_M = a_BT.reshape(B * T, *a_BT.shape[2:])
+            return jnp.pad(a_M, [(0, N * M - B * T)] + [(0, 0)] * (a_M.ndim - 1)).reshape(N, M, *a_M.shape[1:])
+
+        def one_chunk(chunk):
+            x_MD, targets_M = chunk
+            return self._scores(stack.logits(x_MD[None])[0], targets_M)
+
+        scores_NM = jax.lax.map(one_chunk, (chunks(x_BTD), chunks(targets_BT)))
+        return jax.tree.map(lambda a_NM: a_NM.reshape(-1)[: B * T].reshape(B, T), scores_NM)
 
     def _prompt(self, weights, choice: Choice, tokens_BT, lengths_B, slots) -> tuple[Stack, Output]:
         stack = jax.tree.unflatten(self.structure, weights)
@@ -215,7 +243,3 @@ def _emit(state: GenerationState, tokens_BE, count_B, stop_BV) -> GenerationStat
 
 def _fold(keys_B: jax.Array, data_B: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in)(keys_B, data_B)
-
-
-def _log_p(logits_BTV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), tokens_BT[..., None], axis=-1)[..., 0]

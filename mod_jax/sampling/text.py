@@ -54,7 +54,7 @@ def encode_prompt(
         least = _least_tokens(tokenizer, prompt) if is_text else len(prompt)
         if least > max_tokens:
             raise _too_long(name, f"at least {least}", max_tokens)
-    ids = _encode_text(tokenizer, prompt, name) if is_text else _check_ids(tokenizer, prompt, name)
+    ids = encode_text(tokenizer, prompt, name) if is_text else check_ids(tokenizer, prompt, name)
     begins = [] if tokenizer.start_id is None else [tokenizer.start_id]
     if not begins and not ids.size:
         begins = [tokenizer.separator_id]
@@ -81,14 +81,15 @@ def _least_tokens(tokenizer: Tokenizer, text: str | bytes) -> int:
     return begins + -(-len(text) // tokenizer.longest_piece)  # a character has at least one byte
 
 
-def _encode_text(tokenizer: Tokenizer, text: str | bytes, name: str) -> np.ndarray:
+def encode_text(tokenizer: Tokenizer, text: str | bytes, name: str) -> np.ndarray:
+    """The ids of a text, int32; a RequestError that calls it `name` if this tokenizer cannot read it."""
     try:
         return tokenizer.encode(text)
     except UnicodeError as error:
         raise RequestError(f"{name}: {tokenizer.name} needs UTF-8 text: {error}") from None
 
 
-def _check_ids(tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+def check_ids(tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
     """Token ids without what every prompt starts with, each in the vocabulary."""
     refused = RequestError(f"{name} = {shown(prompt)}: must be text or a flat list of token ids")
     if isinstance(prompt, np.ndarray):
