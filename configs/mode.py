@@ -18,7 +18,7 @@ Models of equal training FLOPs, counted by the MLPs that a token is expected to 
 `:long` trains four times as long. `:paper` is the paper's setting in place of the laptop's (size 220m of
 `configs/paper.py`, 16 experts); not run by us. Hardware: two CPU cores, one to two minutes each. Expected
 held-out loss by the training rule, mean of three seeds, which differ by up to 0.05: dense 1.728, mod 1.767, moe 1.726,
-staged 1.753, integrated 1.725, reduced 1.832, paced 1.790, chosen 1.702, halfchosen 1.718 (experiments/README.md).
+staged 1.752, integrated 1.725, reduced 1.832, paced 1.790, chosen 1.702, halfchosen 1.718 (experiments/README.md).
 """
 
 from mod_jax.config import default_config
