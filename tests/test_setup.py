@@ -77,7 +77,7 @@ def test_the_package_declares_what_it_imports_and_imports_what_it_requires(decla
     assert declared("install_requires") - set().union(*found.values()) == {"importlib-resources"}  # datasets needs it
 
 
-@pytest.mark.parametrize(("folder", "extras"), [("tests", ["test"]), ("experiments", ["bench"])])
+@pytest.mark.parametrize(("folder", "extras"), [("tests", ["test", "peers"]), ("experiments", ["bench"])])
 def test_tests_and_experiments_declare_what_they_import(declared, folder, extras):
     known = declared("install_requires", *extras)
     assert [module for module, names in distributions(imported(folder)).items() if not names & known] == []

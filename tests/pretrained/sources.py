@@ -7,10 +7,12 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
-import transformers
+import pytest
 
 from mod_jax.data import tokenizers
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 ROWS = 320  # of the embedding: more than the tokenizer has ids
 SHAPE = dict(
