@@ -33,8 +33,8 @@ EXTRAS = {
         *NOTEBOOKS,
         *PRETRAINED,
     ],
-    # Of gigabytes: whose numbers ours must equal. Tests that ask them are skipped without. The harness's own models need
-    # accelerate.
+    # Gigabytes, whose numbers ours must equal. Without them, the tests that ask them are skipped. The harness's own
+    # models need accelerate.
     "peers": [*TRANSFORMERS, *LM_EVAL, "accelerate>=1"],
     "docs": DOCS,
     "notebooks": [*NOTEBOOKS, "jupyterlab>=4"],
