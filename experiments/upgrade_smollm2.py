@@ -32,7 +32,7 @@ def main(_) -> None:
     model = MODEL.value or f"gguf:{packaged()}"
     results = {}
     for text in TEXTS.value:
-        source = "python_stdlib" if text == "python" else f"text:{write_readmes(out / 'readmes')}"
+        source = "python_stdlib" if text == "python" else f"text:{write_readmes(out / 'texts')}"
         changes = {"data.source": source, "data.eval_windows": WINDOWS.value}
         results[text] = upgrade(Request(model, out / text, layout=LAYOUT.value, changes=changes))
     outputs.write_json(out / "results.json", results)

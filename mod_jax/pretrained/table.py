@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mod_jax import outputs
 from mod_jax.config import Config
 from mod_jax.models import flops
 from mod_jax.models.flops import Flops
@@ -103,4 +104,4 @@ def draw(folder: pathlib.Path, caption: str, dense: Point, routed: Sequence[Poin
 def to_json(dense: Point, routed: Sequence[Point], deleted: Sequence[Point]) -> dict[str, Any]:
     """All points, for a file."""
     groups = dict(dense=[dense], routed=routed, deleted=deleted)
-    return {name: [dataclasses.asdict(point) for point in points] for name, points in groups.items()}
+    return outputs.plain({name: [dataclasses.asdict(point) for point in points] for name, points in groups.items()})

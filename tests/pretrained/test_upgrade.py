@@ -216,7 +216,7 @@ def test_a_request_that_cannot_be_met_is_refused(folder, tmp_path, fields, fragm
 
 def test_a_tokenizer_of_another_model_is_refused(tiny, tmp_path):
     folder = sources.write_folder(tiny, tmp_path / "model")
-    words = tuple(f"<|{i}|>" for i in range(100))
+    words = ("<|endoftext|>", *(f"<|{i}|>" for i in range(100)))
     (folder / "tokenizer.json").write_text(json.dumps(sources.tokenizer_json(words)))
     with pytest.raises(CheckpointMismatch, match=r"has \d+ ids, but the embedding .* 320 rows: it is another model's"):
         upgrade.upgrade(request(f"hf:{folder}", tmp_path / "run"), quietly)
