@@ -119,3 +119,33 @@ def test_what_cannot_be_used_is_refused_by_name(tmp_path):
         path = sources.write_gguf(tiny, tmp_path / "model.gguf", **fields)
         with pytest.raises(ConfigError, match=fragment):
             tokenizers.pretrained(f"gguf:{path}")
+
+
+def like_sentencepiece():
+    """A tokenizer.json as those of Llama 2 are: spaces written as blocks, unknown characters as bytes, <s> in front."""
+    library = pytest.importorskip("tokenizers")
+    block = "\N{LOWER ONE EIGHTH BLOCK}"
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), block, "t", "h", "e", "c", "a", "\n"]
+    pairs = [("t", "h"), ("th", "e"), (block, "the"), ("c", "a")]
+    words += ["".join(pair) for pair in pairs]
+    vocab = {word: i for i, word in enumerate(words)}
+    inner = library.Tokenizer(library.models.BPE(vocab, pairs, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    inner.normalizer = library.normalizers.Sequence(
+        [library.normalizers.Prepend(block), library.normalizers.Replace(" ", block)]
+    )
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    inner.post_processor = library.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return json.loads(inner.to_str())
+
+
+def test_a_tokenizer_like_llama_2_s(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(like_sentencepiece()))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    tokenizer = tokenizers.pretrained(f"hf:{tmp_path}")
+    assert (tokenizer.start_id, tokenizer.separator_id, tokenizer.stop_ids) == (1, 1, (1, 2))
+    for text in ("the ca the", "é\n the </s>", "the"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == b" " + text.encode()  # it puts a space in front
+        counts = tokenizer.count_bytes(text, ids)
+        assert counts.sum() == len(text.encode())
+    np.testing.assert_array_equal(encode_prompt(tokenizer, "the", 8, False), [1, *tokenizer.encode("the")])
