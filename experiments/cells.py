@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from mod_jax import config as config_lib
 from mod_jax.config import Config
-from mod_jax.errors import ModJaxError
+from mod_jax.errors import ConfigError, ModJaxError
 from mod_jax.training import claim, result
 from mod_jax.training.rows import read_metrics
 
@@ -68,11 +68,13 @@ class Cell:
         """The config that the command will read.
 
         Raises:
-          ConfigError: it is not valid.
-          ValueError: the config file refuses its argument.
+          ConfigError: it is not valid, or the config file refuses its argument.
         """
         file, _, argument = self.config.partition(":")
-        values = load_config_file(file).get_config(*([argument] if argument else []))
+        try:
+            values = load_config_file(file).get_config(*([argument] if argument else []))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         values.update_from_flattened_dict(self.changes)
         return config_lib.from_config_dict(values)
 

@@ -18,11 +18,11 @@ from typing import Any
 import cells
 import isoflop_results
 import jax
-from absl import app, flags, logging
+from absl import app, flags
 
 import mod_jax
+from mod_jax import cli, outputs, tuning
 from mod_jax import config as config_lib
-from mod_jax import host, outputs, tuning
 from mod_jax.config import Config
 from mod_jax.data import tokenizers
 from mod_jax.data.corpus import prepare_corpus
@@ -43,19 +43,17 @@ MFU = flags.DEFINE_float("mfu", None, "Measured MFU to predict times with; defau
 DEVICE = flags.DEFINE_string("device", None, 'With --mfu: the devices\' kind, such as "TPU v5e".')
 NUM_DEVICES = flags.DEFINE_integer("num_devices", 1, "With --mfu: how many.", 1)
 JOBS = flags.DEFINE_integer("jobs", 1, "run: cells at a time.", 1)
-COMMANDS = ("plan", "run", "collect")
-
 MOST_OFF = 0.005  # of the budget, by rounding to whole steps
 MANY_EPOCHS = 4.0  # from here on repeated text is worth clearly less than new (Muennighoff et al. 2023)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) != 2 or argv[1] not in COMMANDS:
-        raise app.UsageError(f"give one of {', '.join(COMMANDS)}, and flags as --name=value")
-    host.prepare()
-    logging.set_verbosity(logging.WARNING)
-    out = outputs.check_folder("out", OUT.value)
-    {"plan": plan, "run": run, "collect": collect}[argv[1]](out)
+def main(argv: list[str]) -> int:
+    def command() -> None:
+        if len(argv) != 2 or argv[1] not in COMMANDS:
+            raise ConfigError(f"give one of {', '.join(COMMANDS)}, and flags as --name=value")
+        COMMANDS[argv[1]](outputs.check_folder("out", OUT.value))
+
+    return cli.exit_code(command)
 
 
 def plan(out: pathlib.Path) -> None:
@@ -98,6 +96,9 @@ def wanted_cells(out: pathlib.Path) -> list[cells.Cell]:
     for budget in BUDGETS.value or ():
         if budget not in preset.widths and not WIDTHS.value:
             raise ConfigError(f"--budgets = {budget}: not of preset {PRESET.value}, so it needs --widths")
+    for name, values, kind in (("widths", WIDTHS, int), ("seeds", SEEDS, int), ("rates", RATES, float)):
+        for value in values.value or ():
+            check_number(name, value, kind)
     made = []
     for budget in BUDGETS.value or preset.widths:
         for variant in VARIANTS.value or module.VARIANTS:
@@ -110,6 +111,13 @@ def wanted_cells(out: pathlib.Path) -> list[cells.Cell]:
                         changes = {"seed": int(seed)} | ({"data.source": SOURCE.value} if SOURCE.value else {})
                         made.append(cells.Cell(out / name, f"isoflop.py:{argument}", changes))
     return made
+
+
+def check_number(name: str, value: str, kind: type) -> None:
+    try:
+        kind(value)
+    except ValueError:
+        raise ConfigError(f"--{name} = {value}: must be {'integers' if kind is int else 'numbers'}") from None
 
 
 def to_cell(out: pathlib.Path, row: dict[str, Any]) -> cells.Cell:
@@ -249,5 +257,7 @@ def hours(seconds: float) -> str:
     )
 
 
+COMMANDS = {"plan": plan, "run": run, "collect": collect}
+
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=cli.parse_flags)
