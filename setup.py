@@ -6,6 +6,8 @@ import setuptools
 
 README = pathlib.Path(__file__).parent / "README.md"
 
+PARQUET = ["pyarrow>=17"]
+ZST = ["zstandard>=0.22"]
 GCS = ["fsspec>=2025.2", "gcsfs>=2025.2", "google-cloud-storage>=3"]
 DOCS = ["pdoc>=15"]
 LM_EVAL = ["lm_eval>=0.4.12"]
@@ -19,6 +21,8 @@ EXTRAS = {
         "kubeflow-trainer-api>=2",  # the schema of JobSet
         "kubernetes-validate>=1.32",
         "libtpu",  # what is planned for TPUs is compiled in tests
+        *PARQUET,
+        *ZST,
         "pytest>=8",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
@@ -39,6 +43,8 @@ EXTRAS = {
     "docs": DOCS,
     "notebooks": [*NOTEBOOKS, "jupyterlab>=4"],
     "gcs": GCS,
+    "parquet": PARQUET,
+    "zst": ZST,
     "tpu": ["libtpu"],
     "cuda": ["jax[cuda12]"],
     "tensorboard": ["tensorboard>=2.18", "tensorboardX>=2.6"],  # the viewer, and what writes for it

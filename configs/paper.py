@@ -9,6 +9,8 @@ number to expect yet. Needs C4 prepared for TFDS (array_record) and a SentencePi
 
     --config.data.source=tfds:c4/en --config.data.tokenizer=sentencepiece:tokenizer.model
 
+or, prepared beforehand and in parallel (docs/data.md), --config.data.source=tokens:FOLDER, which has its tokenizer.
+
 Stated: every other block routed, 12.5 % of 2048 tokens kept, raw router score as the gate, router on the raw residual,
 auxiliary loss and predictor for sampling, batch 128 x 2048 tokens, cosine over exactly the training steps. Ours: the
 data, the vocabulary, the shapes behind each size, AdamW and its rates, rotary positions, qk-norm, router init,

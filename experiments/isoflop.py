@@ -24,8 +24,7 @@ import mod_jax
 from mod_jax import cli, outputs, tuning
 from mod_jax import config as config_lib
 from mod_jax.config import Config
-from mod_jax.data import tokenizers
-from mod_jax.data.corpus import prepare_corpus
+from mod_jax.data.corpus import known_vocab_size, prepare_corpus
 from mod_jax.errors import ConfigError, DataError
 from mod_jax.models import flops
 from mod_jax.training import dry_run, loop, prepare, rates
@@ -175,7 +174,7 @@ def describe(cell: cells.Cell) -> dict[str, Any]:
 
 def corpus_size(config: Config) -> tuple[int, int | None]:
     """(vocabulary, training tokens); None where the corpus is not here and --corpus_tokens does not say."""
-    vocab_size = config.model.vocab_size or tokenizers.known_vocab_size(config.data.tokenizer)
+    vocab_size = config.model.vocab_size or known_vocab_size(config.data)
     if CORPUS_TOKENS.value and vocab_size:
         return vocab_size, CORPUS_TOKENS.value
     try:
@@ -184,7 +183,7 @@ def corpus_size(config: Config) -> tuple[int, int | None]:
         if vocab_size is None:
             raise
         return vocab_size, None
-    return config.model.vocab_size or corpus.tokenizer.vocab_size, corpus.train_tokens.size
+    return config.model.vocab_size or corpus.tokenizer.vocab_size, corpus.num_train_tokens
 
 
 def predicted_seconds(planned: list[cells.Cell], facts: list[dict[str, Any]]) -> list[dict[str, Any]]:

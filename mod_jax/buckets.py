@@ -146,6 +146,17 @@ def sizes(path: epath.Path) -> dict[str, int]:
     return {name[start:]: entry["size"] for name, entry in found.items()}
 
 
+def read_ranges(ranges: list[tuple[str, int, int]]) -> list[bytes]:
+    """The bytes [first, end) of objects, (address, first, end) each, fetched together."""
+    addresses, firsts, ends = zip(*ranges, strict=True)
+    return _file_system().cat_ranges(list(addresses), list(firsts), list(ends), on_error="raise")
+
+
+def upload(file: str | os.PathLike, path: epath.Path) -> None:
+    """Writes an object from a local file."""
+    _file_system().put_file(os.fspath(file), os.fspath(path))
+
+
 def move(source: epath.Path, target: epath.Path, mark: str) -> None:
     """Moves a folder. Killed at any moment, one of the two is whole, and has its `mark`.
 

@@ -180,9 +180,14 @@ class ExpertsConfig:
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     source: str = _key(
-        "python_stdlib", "python_stdlib | synthetic | tfds:NAME | text:PATH | jsonl:PATH", change="corpus"
+        "python_stdlib",
+        "python_stdlib | synthetic | tfds:NAME | text,jsonl,parquet:PATH | tokens:FOLDER[@WEIGHT],...",
+        change="corpus",
     )
-    text_key: str = _key("text", "field that holds the text, for tfds and jsonl sources", change="corpus")
+    shards: int = _key(
+        0, "the first so many shards of a source tokens:FOLDER; 0: all", low=0, high=2**31 - 1, change="corpus"
+    )
+    text_key: str = _key("text", "field that holds the text, for tfds, jsonl and parquet sources", change="corpus")
     tokenizer: str = _key("bytes", "bytes | bpe:SIZE | sentencepiece:PATH | hf:FOLDER | gguf:FILE", change="corpus")
     seq_len: int = _key(256, "T, tokens per training row", low=2, high=2**24)
     eval_windows: int = _free(

@@ -21,6 +21,7 @@ from mod_jax.analysis.routing_stats import capacities, capacity_error
 from mod_jax.config import Config
 from mod_jax.data import tokenizers
 from mod_jax.data.corpus import prepare_corpus
+from mod_jax.data.prepared import is_prepared
 from mod_jax.errors import CheckpointMismatch, ConfigError, DataError, RequestError, StorageError
 from mod_jax.models.model import Model, Weights, make_model
 from mod_jax.training.checkpoint import Checkpointer
@@ -168,7 +169,7 @@ def load_tokenizer(workdir: paths.Folder, config: Config, metadata: dict[str, An
             f"{workdir / TOKENIZER} holds {tokenizer.name} of digest {tokenizer.digest[:12]}, "
             f"but the checkpoint was trained with digest {wanted[:12]}; bring that run's own folder back"
         )
-    if config.data.tokenizer == "bytes":
+    if config.data.tokenizer == "bytes" and not is_prepared(config.data.source):
         return tokenizers.ByteTokenizer()
     gone = f"{workdir / TOKENIZER}: the run's tokenizer is not there"
     try:

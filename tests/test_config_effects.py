@@ -12,6 +12,7 @@ import pytest
 from tiny import TINY
 
 from mod_jax.config import FIELDS, Config, make_config, may_change
+from mod_jax.data import preparation
 from mod_jax.data.batches import MODEL_INPUTS, train_batches
 from mod_jax.data.corpus import prepare_corpus
 from mod_jax.models import flops
@@ -65,6 +66,7 @@ ALTERED = {
     "experts.balance_weight": 0.01,
     "experts.z_weight": 0.1,
     "data.source": "SOURCE",  # a file of the test
+    "data.shards": 1,
     "data.text_key": "other",
     "data.tokenizer": "bpe:300",
     "data.seq_len": 8,
@@ -138,11 +140,13 @@ def batches(config: Config) -> bytes:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A file of two texts a line, and an empty cache folder."""
+    """A file of two texts a line, an empty cache folder, and a prepared corpus of two shards."""
     folder = tmp_path_factory.mktemp("source")
     lines = [json.dumps({"text": f"the first text {i} " * 20, "other": f"another {i} " * 30}) for i in range(40)]
     (folder / "texts.jsonl").write_text("\n".join(lines))
-    return f"jsonl:{folder / 'texts.jsonl'}", str(folder / "cache")
+    (folder / "more.jsonl").write_text("\n".join(reversed(lines)))
+    preparation.prepare(f"jsonl:{folder}", folder / "prepared", one_in=3)
+    return f"jsonl:{folder / 'texts.jsonl'}", str(folder / "cache"), f"tokens:{folder / 'prepared'}"
 
 
 def test_every_key_is_here():
@@ -152,6 +156,7 @@ def test_every_key_is_here():
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_key_does_what_it_declares(name, source):
     base = BASE | ({"data.source": source[0]} if name in ("data.text_key", "data.tokenizer") else {})
+    base |= {"data.source": source[2]} if name == "data.shards" else {}
     base |= {"model.layout": "Ee", "experts.capacity": 0.75} if name.startswith("experts.") else {}
     value = {"SOURCE": source[0], "CACHE": source[1]}.get(ALTERED[name], ALTERED[name])
     change = {name: value} | ({"train.steps": 0} if name in ("train.tokens", "train.flops") else {})

@@ -67,6 +67,8 @@ def test_the_package_declares_what_it_imports_and_imports_what_it_requires(decla
             "pretrained",
             "transformers",
             "gcs",
+            "parquet",
+            "zst",
             "tpu",
             "cuda",
         ),

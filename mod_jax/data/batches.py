@@ -1,8 +1,9 @@
 """From a corpus to batches: the training stream, and fixed held-out windows.
 
 `train_batches` cuts the tokens into chunks of T + 1 that overlap by one token; nothing but chunk *ids* is shuffled,
-repeated and batched. So the stream is a pure function of (seed, step), whatever the number of processes, workers and
-resumes. `eval_batches` gives fixed held-out windows, spread so that no large document decides the metric.
+repeated, mixed and batched. So the stream is a pure function of (seed, step), whatever the number of processes, workers
+and resumes. Of a mixture every corpus gives its share of the rows, exact at any step. `eval_batches` gives fixed
+held-out windows, spread so that no large document decides the metric.
 
 Every batch is a dict of arrays; a row has T positions, B rows make a batch:
   tokens_BT       int32
@@ -24,6 +25,7 @@ from absl import flags
 from mod_jax import host
 from mod_jax.data import tokenizers
 from mod_jax.data.corpus import Corpus
+from mod_jax.data.token_files import Numbers
 from mod_jax.errors import DataError
 
 MIN_EVAL_DOCUMENTS = 10  # so that none has more than a tenth of the windows
@@ -53,14 +55,24 @@ def train_batches(
     Raises:
       DataError: if the train split is shorter than one chunk; while iterating, if it holds an unknown token id.
     """
-    num_chunks = (corpus.train_tokens.size - 1) // seq_len
-    if num_chunks < 1:
-        raise DataError(
-            f"{corpus.source}: {corpus.train_tokens.size} train tokens; one row needs data.seq_len + 1 = {seq_len + 1}"
-        )
-    windows = _Windows(corpus, "train", seq_len)
-    chunk_ids = grain.MapDataset.range(num_chunks).seed(seed).shuffle().repeat().batch(batch_size)
-    batches = chunk_ids.map(lambda ids_B: windows.cut(ids_B[rows], ids_B[rows] * seq_len))
+    nums_chunks = [(part.size - 1) // seq_len for part in corpus.train_parts]
+    if min(nums_chunks) < 1:
+        size = min(part.size for part in corpus.train_parts)
+        raise DataError(f"{corpus.source}: {size} train tokens; one row needs data.seq_len + 1 = {seq_len + 1}")
+    chunk_ids, ends = _mixed_ids(nums_chunks, corpus.shares, seed), np.cumsum(nums_chunks)
+    windows = [_Windows(corpus, "train", part, seq_len) for part in corpus.train_parts]  # of each corpus of a mixture
+
+    def cut(ids_B: np.ndarray) -> Batch:
+        if len(windows) == 1:
+            return windows[0].cut(ids_B, ids_B * seq_len)
+        parts_B = np.searchsorted(ends, ids_B, side="right")
+        firsts_B = ids_B - (ends - nums_chunks)[parts_B]
+        at = [np.flatnonzero(parts_B == part) for part in range(len(windows))]
+        cuts = [window.cut(ids_B[i], firsts_B[i] * seq_len) for window, i in zip(windows, at, strict=True)]
+        order = np.argsort(np.concatenate(at))
+        return {name: np.concatenate([cut[name] for cut in cuts])[order] for name in cuts[0]}
+
+    batches = chunk_ids.batch(batch_size).map(lambda ids_B: cut(ids_B[rows]))
     dataset = batches[start_step:].to_iter_dataset(READ_OPTIONS)
     if workers:
         if not flags.FLAGS.is_parsed():  # grain reads flags here, which outside absl.app.run nobody has parsed
@@ -70,16 +82,25 @@ def train_batches(
     return iter(dataset)
 
 
+def _mixed_ids(nums_chunks: list[int], shares: tuple[float, ...], seed: int) -> grain.MapDataset:
+    """The ids of chunks without end, each corpus in an order of its own; ids count on from corpus to corpus."""
+    firsts = np.cumsum(nums_chunks) - nums_chunks
+    orders = [
+        grain.MapDataset.range(int(first), int(first) + count).seed((seed + k) % 2**32).shuffle().repeat()
+        for k, (first, count) in enumerate(zip(firsts, nums_chunks, strict=True))
+    ]
+    return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, shares)
+
+
 def eval_batches(corpus: Corpus, *, seq_len: int, num_windows: int, batch_size: int) -> list[Batch]:
     """Returns the windows of `eval_window_starts` in batches of one shape; the last one is filled up with padding."""
     starts, _ = eval_window_starts(corpus, seq_len, num_windows)
-    windows = _Windows(corpus, "validation", seq_len)
+    windows = _Windows(corpus, "validation", corpus.validation_tokens, seq_len)
     batches = []
     for first in range(0, starts.size, batch_size):
         ids_B = np.arange(first, min(first + batch_size, starts.size))
         batch = windows.cut(ids_B, starts[ids_B])
-        targets_at_BT = starts[ids_B][:, None] + np.arange(1, seq_len + 1)
-        batch["target_bytes_BT"] = corpus.validation_bytes[targets_at_BT].astype(np.int32)
+        batch["target_bytes_BT"] = corpus.validation_bytes.windows(starts[ids_B] + 1, seq_len).astype(np.int32)
         for name, array in batch.items():
             padding = [(0, batch_size - ids_B.size)] + [(0, 0)] * (array.ndim - 1)
             batch[name] = np.pad(array, padding, constant_values=-1 if name == "example_ids_B" else 0)
@@ -103,8 +124,9 @@ def eval_window_starts(corpus: Corpus, seq_len: int, num_windows: int) -> tuple[
     if counts is None:
         windows = _evenly_spaced(0, size, min(num_windows, (size - 1) // seq_len), seq_len)
         return windows, np.searchsorted(starts, windows, side="right") - 1
-    spaced = [_evenly_spaced(*document, seq_len) for document in zip(starts, lengths, counts, strict=True)]
-    return np.concatenate(spaced), np.repeat(np.arange(counts.size), counts)
+    chosen = np.flatnonzero(counts)  # few, of perhaps millions
+    spaced = [_evenly_spaced(starts[i], lengths[i], counts[i], seq_len) for i in chosen]
+    return np.concatenate(spaced), np.repeat(chosen, counts[chosen])
 
 
 def bits_per_byte(total_nats: float, total_bytes: int) -> float:
@@ -138,25 +160,18 @@ def _evenly_spaced(start: int, length: int, count: int, seq_len: int) -> np.ndar
 
 
 class _Windows:
-    """Cuts windows out of a split. Sent to a worker it reopens the file, for a memory map would be copied whole."""
+    """Cuts windows out of the tokens of a split."""
 
-    def __init__(self, corpus: Corpus, split: str, seq_len: int):
-        self.path = corpus.directory / f"{split}.npy"
+    def __init__(self, corpus: Corpus, split: str, tokens: Numbers, seq_len: int):
         self.place = f"{corpus.source}, split {split}"
         self.vocab_size = corpus.tokenizer.vocab_size
         self.separator = corpus.tokenizer.separator_id
         self.seq_len = seq_len
-        self.tokens = np.load(self.path, mmap_mode="r")
-
-    def __getstate__(self):
-        return {name: value for name, value in vars(self).items() if name != "tokens"}
-
-    def __setstate__(self, state):
-        vars(self).update(state, tokens=np.load(state["path"], mmap_mode="r"))
+        self.tokens = tokens
 
     def cut(self, ids_B: np.ndarray, starts_B: np.ndarray) -> Batch:
         """Returns the batch of windows `ids_B`, which start at tokens `starts_B`."""
-        windows = self.tokens[starts_B[:, None] + np.arange(self.seq_len + 1)].astype(np.int32)
+        windows = self.tokens.windows(starts_B, self.seq_len + 1).astype(np.int32)
         tokenizers.refuse_unknown_ids(windows, self.vocab_size, self.place, DataError)
         tokens_BT, targets_BT = windows[:, :-1], windows[:, 1:]
         is_start_BT = tokens_BT == self.separator

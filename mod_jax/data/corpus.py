@@ -1,7 +1,8 @@
 """From a source to a corpus: tokenised once, one flat token file per split, each document preceded by the separator.
 
 A corpus lies in the cache, in a folder keyed by everything that the tokens depend on, and is memory-mapped. Beside it
-lies its tokenizer, and for each held-out token the number of bytes of text that it stands for.
+lies its tokenizer, and for each held-out token the number of bytes of text that it stands for. A source too large for
+that is prepared beforehand (`shards`) and opened here; what reads a corpus cannot tell.
 """
 
 import collections
@@ -13,6 +14,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import uuid
 from typing import Any
@@ -20,37 +22,50 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from mod_jax import outputs
+from mod_jax import outputs, paths
 from mod_jax.config import DataConfig
-from mod_jax.data import cache, sources, tokenizers
+from mod_jax.data import cache, inputs, prepared, sources, tokenizers
 from mod_jax.data.files import printable
+from mod_jax.data.shards import token_dtype
+from mod_jax.data.token_files import Numbers, TokenFile
 from mod_jax.data.tokenizers import Tokenizer
-from mod_jax.errors import DataError, StorageError
+from mod_jax.errors import ConfigError, DataError, StorageError
 
 FORMAT = 2  # of a corpus on disk; part of every key
 TOKENIZER = "tokenizer"  # folder in a corpus
+LARGEST = 5e9  # bytes of a source that is prepared unasked
 CHECKED_BYTES = 2**20  # of validation text, for whether decoding gives it back
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A tokenised source. Losses are comparable only between equal digests."""
+    """A tokenised source. Losses are comparable only between equal digests.
+
+    Attributes:
+      train_parts: the tokens of each source of a mixture; most often there is one.
+      shares: of the training rows, that come from each; they sum to 1.
+    """
 
     source: str
     tokenizer: tokenizers.Tokenizer
-    directory: pathlib.Path
+    directory: paths.Folder
     digest: str  # sha256 of the tokens of both splits
-    train_tokens: np.ndarray  # memory-mapped, as is the next
-    validation_tokens: np.ndarray
+    train_parts: tuple[Numbers, ...]
+    shares: tuple[float, ...]
+    validation_tokens: Numbers
     num_train_documents: int
     num_train_bytes: int
-    validation_names: tuple[str, ...]
+    validation_names: tuple[str, ...]  # none of a prepared corpus
     validation_starts: np.ndarray  # where each validation document's separator stands
-    validation_bytes: np.ndarray  # memory-mapped: bytes of text that each validation token stands for
+    validation_bytes: Numbers  # bytes of text that each validation token stands for
     num_validation_bytes: int
     num_also_in_train: int  # validation documents whose text is that of a train document too
     num_altered: int  # of the first validation documents, those that decoding does not give back
     num_checked: int  # how many those first ones are
+
+    @property
+    def num_train_tokens(self) -> int:
+        return sum(part.size for part in self.train_parts)
 
 
 def prepare_corpus(data: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
@@ -61,8 +76,13 @@ def prepare_corpus(data: DataConfig, tokenizer: Tokenizer | None = None) -> Corp
 
     Raises:
       ConfigError: if source or tokenizer is misspelt.
-      DataError: if the source cannot be read or has nothing for one of the splits, or if the cache cannot be written.
+      DataError: if the source cannot be read or has nothing for one of the splits, or is too large to be prepared now;
+        or if the cache cannot be written.
     """
+    if prepared.is_prepared(data.source):
+        return _of_parts(data, prepared.open_parts(data), tokenizer)
+    if data.shards:
+        raise ConfigError(f"config.data.shards = {data.shards}: is for a source tokens:FOLDER, not {data.source!r}")
     root = cache.cache_root(data)
     asked = tokenizers.identity(data.tokenizer) if tokenizer is None else tokenizer.digest
     source = sources.load(data, root)
@@ -76,6 +96,7 @@ def prepare_corpus(data: DataConfig, tokenizer: Tokenizer | None = None) -> Corp
 
     corpus = _open(data, directory)
     if corpus is None:
+        _refuse_large(data)
         with cache.naming_the_cache(root), cache.scratch_folder(directory) as scratch:
             _write(data, source, tokenizer, scratch)
             _publish(data, scratch, directory)
@@ -86,6 +107,68 @@ def prepare_corpus(data: DataConfig, tokenizer: Tokenizer | None = None) -> Corp
     return corpus
 
 
+def known_vocab_size(data: DataConfig) -> int | None:
+    """Like `tokenizers.known_vocab_size`, where the tokenizer may lie with the corpus."""
+    return None if prepared.is_prepared(data.source) else tokenizers.known_vocab_size(data.tokenizer)
+
+
+def _of_parts(data: DataConfig, parts: list[prepared.Part], tokenizer: Tokenizer | None) -> Corpus:
+    """Prepared corpora as one. Its held-out text is that of all of them, one after another."""
+    own = parts[0].tokenizer
+    if tokenizer is not None and tokenizer.digest != own.digest:
+        raise DataError(
+            f"{data.source}: was prepared with {own.name} of digest {own.digest[:12]}, and the run has "
+            f"{tokenizer.name} of digest {tokenizer.digest[:12]}"
+        )
+    tokens = [part.numbers("validation", part.dtype) for part in parts]
+    for part, held in zip(parts, tokens, strict=True):
+        if not held.size or not part.total("train", "tokens"):
+            raise DataError(f"{part.folder}: no text in one of the splits of these {len(part.shards)} shards")
+    starts, before = [], 0
+    for part in parts:
+        in_shard = part.numbers("starts", "<i8").all()
+        counts = [shard["validation"]["documents"] for shard in part.shards]
+        sizes = np.array([shard["validation"]["tokens"] for shard in part.shards], np.int64)
+        starts.append(before + in_shard + np.repeat(np.cumsum(sizes) - sizes, counts))
+        before += int(sizes.sum())
+
+    def total(split: str, name: str) -> int:
+        return sum(part.total(split, name) for part in parts)
+
+    return Corpus(
+        source=data.source,
+        tokenizer=own,
+        directory=parts[0].folder,
+        digest=prepared.digest(parts),
+        train_parts=tuple(part.numbers("train", part.dtype) for part in parts),
+        shares=tuple(part.share for part in parts),
+        validation_tokens=Numbers(file for held in tokens for file in held.files),
+        num_train_documents=total("train", "documents"),
+        num_train_bytes=total("train", "bytes"),
+        validation_names=(),
+        validation_starts=np.concatenate(starts),
+        validation_bytes=Numbers(file for part in parts for file in part.numbers("bytes", "<i4").files),
+        num_validation_bytes=total("validation", "bytes"),
+        num_also_in_train=0,
+        num_altered=sum(shard["altered"] for part in parts for shard in part.shards),
+        num_checked=sum(shard["checked"] for part in parts for shard in part.shards),
+    )
+
+
+def _refuse_large(data: DataConfig) -> None:
+    """Raises DataError, with what to type, for a source that would take every process of a run hours to prepare."""
+    if data.source.partition(":")[0] not in ("jsonl", "parquet", "text", "tfds"):
+        return
+    size = sum(one.size for one in inputs.find_inputs(data.source, data.text_key))
+    if size > LARGEST:
+        raise DataError(
+            f"{data.source}: {size / 1e9:,.1f} GB, and train prepares no more than {LARGEST / 1e9:,.1f} GB by itself; "
+            f"run: python -m mod_jax.prepare --source={shlex.quote(data.source)} "
+            f"--tokenizer={shlex.quote(data.tokenizer)} --text_key={shlex.quote(data.text_key)} --out=FOLDER; "
+            "then train with --config.data.source=tokens:FOLDER"
+        )
+
+
 def describe_corpus(corpus: Corpus) -> str:
     """One line about a corpus, for a person."""
     notes = f", {corpus.num_also_in_train:,} of them also in train" if corpus.num_also_in_train else ""
@@ -93,9 +176,9 @@ def describe_corpus(corpus: Corpus) -> str:
         notes += f"; the tokenizer alters {corpus.num_altered:,} of {corpus.num_checked:,} documents (normalisation)"
     return (
         f"{corpus.source} as {corpus.tokenizer.name} ({corpus.tokenizer.vocab_size} ids): "
-        f"train {corpus.train_tokens.size:,} tokens ({corpus.num_train_bytes:,} bytes, {corpus.num_train_documents:,} "
+        f"train {corpus.num_train_tokens:,} tokens ({corpus.num_train_bytes:,} bytes, {corpus.num_train_documents:,} "
         f"documents), validation {corpus.validation_tokens.size:,} tokens ({corpus.num_validation_bytes:,} bytes, "
-        f"{len(corpus.validation_names):,} documents{notes}), digest {corpus.digest[:12]}"
+        f"{len(corpus.validation_starts):,} documents{notes}), digest {corpus.digest[:12]}"
     )
 
 
@@ -115,30 +198,36 @@ def _open(data: DataConfig, directory: pathlib.Path) -> Corpus | None:
         if tokenizer is None:
             raise ValueError("its tokenizer is gone")
         tokens = {split: np.load(directory / f"{split}.npy", mmap_mode="r") for split in sources.SPLITS}
-        validation_bytes = np.load(directory / "validation_bytes.npy", mmap_mode="r")
+        tokens["validation_bytes"] = np.load(directory / "validation_bytes.npy", mmap_mode="r")
         starts = np.array(meta["validation"]["starts"], np.int64)
         names = tuple(meta["validation"]["names"])
-        for split, array in tokens.items():
-            if array.size != meta[split]["tokens"] or array.dtype != _token_dtype(tokenizer):
+        for split in sources.SPLITS:
+            array = tokens[split]
+            if array.size != meta[split]["tokens"] or array.dtype != token_dtype(tokenizer):
                 raise ValueError(f"{split}.npy has {array.size} tokens of type {array.dtype}")
-        if validation_bytes.size != tokens["validation"].size:
-            raise ValueError(f"validation_bytes.npy has {validation_bytes.size} numbers")
+        if tokens["validation_bytes"].size != tokens["validation"].size:
+            raise ValueError(f"validation_bytes.npy has {tokens['validation_bytes'].size} numbers")
         if not len(starts) == len(names) == meta["validation"]["documents"] or meta["format"] != FORMAT:
             raise ValueError("meta.json contradicts itself")
         if tokenizer.vocab_size != meta["vocab_size"]:
             raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids")
+        numbers = {
+            name: Numbers([TokenFile(str(directory / f"{name}.npy"), array.size, array.dtype.str)])
+            for name, array in tokens.items()
+        }
         return Corpus(
             source=data.source,
             tokenizer=tokenizer,
             directory=directory,
             digest=meta["digest"],
-            train_tokens=tokens["train"],
-            validation_tokens=tokens["validation"],
+            train_parts=(numbers["train"],),
+            shares=(1.0,),
+            validation_tokens=numbers["validation"],
             num_train_documents=meta["train"]["documents"],
             num_train_bytes=meta["train"]["bytes"],
             validation_names=names,
             validation_starts=starts,
-            validation_bytes=validation_bytes,
+            validation_bytes=numbers["validation_bytes"],
             num_validation_bytes=meta["validation"]["bytes"],
             num_also_in_train=meta["train"]["also_held_out"],
             num_altered=meta["validation"]["altered"],
@@ -197,16 +286,12 @@ def _write_split(
     meta = dict(tokens=0, documents=0, bytes=0)
     meta |= dict(starts=[], names=[], checked=0, altered=0) if split == "validation" else dict(also_held_out=0)
     with contextlib.ExitStack() as files:
-        tokens_file = files.enter_context(_ArrayFile(directory / f"{split}.npy", _token_dtype(tokenizer)))
+        tokens_file = files.enter_context(_ArrayFile(directory / f"{split}.npy", token_dtype(tokenizer)))
         if split == "validation":
             bytes_file = files.enter_context(_ArrayFile(directory / "validation_bytes.npy", np.dtype("<i4")))
         for name, text in source.documents(split):
             place = f"{source.name}, split {split}, document {printable(name)}"
-            try:
-                ids = tokenizer.encode(text)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{place}: {tokenizer.name} needs UTF-8 text: {error}") from None
-            tokenizers.refuse_unknown_ids(ids, tokenizer.vocab_size, place, DataError)
+            ids = tokenizers.encode_document(tokenizer, text, place)
             text_digest = hashlib.sha256(text).digest()
             if split == "train":
                 meta["also_held_out"] += held_out.pop(text_digest, 0)
@@ -254,7 +339,3 @@ class _ArrayFile:
                 self._write_header()
                 self._file.flush()
                 os.fsync(self._file.fileno())
-
-
-def _token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")

@@ -12,26 +12,34 @@ import hashlib
 import json
 import os
 import pathlib
-import re
 import sysconfig
 from collections.abc import Callable, Iterator
 
 import numpy as np
 from absl import logging
 
-from mod_jax import paths
 from mod_jax.config import DataConfig
-from mod_jax.data.files import Files, find_files, identify_files, one_line, printable, read_file, read_lines, walk
+from mod_jax.data import tfds_files
+from mod_jax.data.files import (
+    JSON_LINES,
+    SPLITS,
+    Document,
+    Files,
+    find_files,
+    identify_files,
+    printable,
+    read_file,
+    read_lines,
+    read_parquet,
+    walk,
+)
 from mod_jax.errors import ConfigError, DataError
 
-SPLITS = ("train", "validation")
 SHOWN = 10  # fields of a record in a message
 MIN_STDLIB_FILES = 200
 STDLIB_EXCLUDED = ("test", "tests", "idlelib", "turtledemo", "lib2to3", "pydoc_data", "ensurepip", "encodings") + (
     "site-packages", "dist-packages", "__pycache__"
 )  # fmt: skip
-
-Document = tuple[str, bytes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +82,18 @@ def load(data: DataConfig, directory: pathlib.Path) -> Source:
     if kind == "text" and argument:
         return _text(data.source, find_files(data.source, argument))
     if kind == "jsonl" and argument:
-        return _jsonl(data.source, find_files(data.source, argument, (".jsonl", ".jsonl.gz")), data.text_key)
+        return _jsonl(data.source, _json_files(data.source, argument), data.text_key)
+    if kind == "parquet" and argument:
+        return _parquet(data.source, find_files(data.source, argument, (".parquet",)), data.text_key)
     raise ConfigError(
-        f"config.data.source = {data.source!r}: must be python_stdlib, synthetic, tfds:NAME, text:PATH or jsonl:PATH"
+        f"config.data.source = {data.source!r}: must be python_stdlib, synthetic, tfds:NAME, text:PATH, jsonl:PATH, "
+        "parquet:PATH or tokens:FOLDER[@WEIGHT],..."
     )
 
 
-def held_out(name: str) -> bool:
-    """Whether the document of this name belongs to the validation split (one in ten does)."""
-    return _name_hash(name) % 10 == 0
+def held_out(name: str, one_in: int = 10) -> bool:
+    """Whether the document of this name belongs to the validation split: one in ten does, or one in `one_in`."""
+    return _name_hash(name) % one_in == 0
 
 
 def _name_hash(name: str) -> int:
@@ -173,7 +184,7 @@ def _text(source: str, files: Files) -> Source:
         """The files that are text, and in words why the others are not."""
         kept, left_out = [], collections.defaultdict(list)
         for name, path in files:
-            if why := _why_not_text(read_file(source, path)):
+            if why := why_not_text(read_file(source, path)):
                 left_out[why].append(name)
             else:
                 kept.append((name, path))
@@ -220,7 +231,7 @@ def _cut_at_nine_tenths(text: bytes) -> tuple[bytes, bytes]:
     return text[:cut], text[cut:]
 
 
-def _why_not_text(text: bytes) -> str | None:
+def why_not_text(text: bytes) -> str | None:
     if not text:
         return "empty"
     if b"\0" in text:
@@ -230,6 +241,30 @@ def _why_not_text(text: bytes) -> str | None:
     except UnicodeDecodeError:
         return "not UTF-8"
     return None
+
+
+def _json_files(source: str, argument: str) -> Files:
+    """Of endings that came later, only where there is none of the first: a corpus stays what it was."""
+    try:
+        return find_files(source, argument, (".jsonl", ".jsonl.gz"))
+    except DataError:
+        return find_files(source, argument, JSON_LINES)
+
+
+def _parquet(source: str, files: Files, text_key: str) -> Source:
+    """One document per row, the text in column `text_key`."""
+    split_by_folder = _has_split_folders(files)
+
+    def read(split):
+        for name, path in files:
+            if split_by_folder and not name.startswith(f"{split}/"):
+                continue
+            for number, text in enumerate(read_parquet(source, path, text_key), start=1):
+                document = f"{name}:{number}"
+                if split_by_folder or held_out(document) == (split == "validation"):
+                    yield document, text
+
+    return Source(source, f"parquet {text_key} {identify_files(source, files)}", read)
 
 
 def _jsonl(source: str, files: Files, text_key: str) -> Source:
@@ -244,12 +279,12 @@ def _jsonl(source: str, files: Files, text_key: str) -> Source:
                 document = f"{name}:{number}"
                 chosen = split_by_folder or held_out(document) == (split == "validation")
                 if chosen and line.strip():
-                    yield document, _json_text(f"{source}: {printable(path)}, line {number}", line, text_key)
+                    yield document, json_text(f"{source}: {printable(path)}, line {number}", line, text_key)
 
     return Source(source, f"jsonl {text_key} {identify_files(source, files)}", read)
 
 
-def _json_text(place: str, line: bytes, text_key: str) -> bytes:
+def json_text(place: str, line: bytes, text_key: str) -> bytes:
     """The text of one line. Of a field that is there twice, the last counts, as for every reader of JSON."""
     try:
         record = json.loads(line)
@@ -273,90 +308,15 @@ def _json_text(place: str, line: bytes, text_key: str) -> bytes:
 def _tfds(name: str, text_key: str) -> Source:
     """`name` is NAME, NAME/CONFIG, NAME:VERSION or NAME/CONFIG:VERSION, prepared below TFDS_DATA_DIR."""
     source = f"tfds:{name}"
-    directory = _prepared_directory(name)
+    directory = tfds_files.prepared_directory(name)
     prepared = find_files(source, str(directory))
 
     def read(split):
-        import tensorflow_datasets as tfds
-
-        _refuse_foreign_features(source, directory)
-        try:
-            builder = tfds.builder_from_directory(directory)
-        except Exception as error:  # whatever a damaged description raises
-            raise DataError(f"{source}: {directory} is no prepared dataset: {one_line(error)}") from None
-        if "train" not in builder.info.splits:
-            raise DataError(f"{source}: no split 'train' in {directory}, only {sorted(builder.info.splits)}")
-        if text_key not in builder.info.features:
-            raise DataError(f"{source}: no field data.text_key = {text_key!r}; it has {sorted(builder.info.features)}")
+        builder = tfds_files.open_builder(source, directory)
         own_split = "validation" in builder.info.splits
         stored = split if own_split else "train"
-        try:
-            examples = builder.as_data_source(stored)
-        except (NotImplementedError, ValueError):
-            raise DataError(
-                f"{source}: {directory} is not in the array_record format, all that can be read without TensorFlow; "
-                f"remove it, then {_how_to_prepare(name)}"
-            ) from None
-        for i in range(len(examples)):
-            document = f"{stored}[{i}]"
+        for document, text in tfds_files.documents(source, directory, stored, text_key):
             if own_split or held_out(document) == (split == "validation"):
-                try:
-                    text = examples[i][text_key]
-                except Exception as error:  # whatever a damaged file raises
-                    raise DataError(f"{source}: cannot read {document} in {directory}: {one_line(error)}") from None
-                if not isinstance(text, bytes | str):
-                    raise DataError(f"{source}: data.text_key = {text_key!r} holds {type(text).__name__}, not text")
-                yield document, text if isinstance(text, bytes) else text.encode()
+                yield document, text
 
     return Source(source, f"tfds {text_key} {identify_files(source, prepared)}", read)
-
-
-def _prepared_directory(name: str) -> pathlib.Path:
-    """The folder of the newest version of dataset `name` on disk."""
-    match = re.fullmatch(r"(\w+)(?:/([\w.+-]+))?(?::(\d+\.\d+\.\d+))?", name)
-    if not match:
-        raise ConfigError(f"config.data.source = 'tfds:{name}': must be tfds:NAME[/CONFIG][:VERSION]")
-    dataset, config, version = match.groups()
-    root = paths.local_folder("TFDS_DATA_DIR", os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
-    versions: dict[str, list[tuple[int, ...]]] = {}  # of each config ("" for none) that is on disk
-    try:
-        found_infos = list((root / dataset).glob("**/dataset_info.json"))
-    except OSError as error:
-        raise DataError(f"tfds:{name}: cannot read {root / dataset} ({error.strerror})") from None
-    for info in found_infos:
-        *found_config, found = info.parent.relative_to(root / dataset).parts or [""]
-        wanted = config in (None, "/".join(found_config)) and version in (None, found)
-        if wanted and len(found_config) <= 1 and re.fullmatch(r"\d+\.\d+\.\d+", found):
-            versions.setdefault("/".join(found_config), []).append(tuple(map(int, found.split("."))))
-    if not versions:
-        raise DataError(f"tfds:{name}: nothing prepared below {root / dataset}; {_how_to_prepare(name)}")
-    if len(versions) > 1:
-        raise DataError(f"tfds:{name}: several configs below {root / dataset}; name one of {sorted(versions)}")
-    [(found_config, found_versions)] = versions.items()
-    return root / dataset / found_config / ".".join(map(str, max(found_versions)))
-
-
-def _refuse_foreign_features(source: str, directory: pathlib.Path) -> None:
-    """Raises DataError if features.json names a class outside TFDS: reading the dataset would import its module."""
-    path = directory / "features.json"
-    try:
-        unread = [json.loads(path.read_bytes())]
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{source}: cannot read {path}: {one_line(error)}") from None
-    while unread:
-        value = unread.pop()
-        if isinstance(value, dict):
-            for key in ("pythonClassName", "type"):
-                named = value.get(key)
-                if isinstance(named, str) and "." in named and not named.startswith("tensorflow_datasets."):
-                    raise DataError(f"{source}: {path} names the class {named!r}, which is not of tensorflow_datasets")
-            unread += value.values()
-        elif isinstance(value, list):
-            unread += value
-
-
-def _how_to_prepare(name: str) -> str:
-    return (
-        'where there is a network, with tensorflow installed, run: python -c "import tensorflow_datasets.text, '
-        f"tensorflow_datasets as tfds; tfds.builder('{name}', file_format='array_record').download_and_prepare()\""
-    )

@@ -199,6 +199,20 @@ def needs_training(spec: str) -> bool:
     return _parse(spec)[0] == "bpe"
 
 
+def encode_document(tokenizer: Tokenizer, text: bytes, place: str) -> np.ndarray:
+    """The ids of a document of a corpus.
+
+    Raises:
+      DataError: it is not text that the tokenizer takes; the message begins with `place`.
+    """
+    try:
+        ids = tokenizer.encode(text)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: {tokenizer.name} needs UTF-8 text: {error}") from None
+    refuse_unknown_ids(ids, tokenizer.vocab_size, place, DataError)
+    return ids
+
+
 PRETRAINED = ("hf", "gguf")
 
 
@@ -311,13 +325,17 @@ def _parse(spec: str) -> tuple[str, str]:
 
 
 def _read_model(spec: str, argument: str) -> bytes:
-    path = paths.local_folder("config.data.tokenizer", argument)
-    if not path.is_file():
-        raise ConfigError(f"config.data.tokenizer = {spec!r}: {path} is not a file")
+    if buckets.is_bucket(argument):
+        path = paths.folder_to_read("config.data.tokenizer", argument)
+    else:
+        path = paths.local_folder("config.data.tokenizer", argument)
+        if not path.is_file():
+            raise ConfigError(f"config.data.tokenizer = {spec!r}: {path} is not a file")
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"config.data.tokenizer = {spec!r}: cannot read {path} ({error.strerror})") from None
+        cause = error.strerror or buckets.cause(error)
+        raise ConfigError(f"config.data.tokenizer = {spec!r}: cannot read {path} ({cause})") from None
 
 
 def _join(tokenizer: Tokenizer, pieces: list[bytes], ids: Sequence[int]) -> bytes:

@@ -16,8 +16,7 @@ import mod_jax
 from mod_jax import config as config_lib
 from mod_jax import distributed, outputs, paths, sharding, tuning
 from mod_jax.config import Config
-from mod_jax.data import tokenizers
-from mod_jax.data.corpus import Corpus, describe_corpus, prepare_corpus
+from mod_jax.data.corpus import Corpus, describe_corpus, known_vocab_size, prepare_corpus
 from mod_jax.errors import ConfigError, DataError
 from mod_jax.models import flops
 from mod_jax.models.model import Model, make_model
@@ -76,7 +75,7 @@ def with_corpus(
         run = make_run(config, workdir, vocab_size)
         say(describe(run))
         check_memory(run)
-    epochs = run.num_steps * run.task.units_per_step / corpus.train_tokens.size
+    epochs = run.num_steps * run.task.units_per_step / corpus.num_train_tokens
     say(f"corpus    {describe_corpus(corpus)}; {epochs:.2f} epochs")
     return dataclasses.replace(run, corpus=corpus)
 
@@ -148,7 +147,7 @@ def known_vocabulary(config: Config) -> int | None:
     Raises:
       ConfigError: data.tokenizer is misspelt.
     """
-    return config.model.vocab_size or tokenizers.known_vocab_size(config.data.tokenizer)
+    return config.model.vocab_size or known_vocab_size(config.data)
 
 
 def vocabulary(config: Config, corpus: Corpus) -> int:

@@ -101,7 +101,7 @@ def test_worker_processes_do_not_change_the_stream(ten_chunks, workers):
 def test_a_worker_is_sent_a_path_not_the_tokens(tmp_path):
 
     corpus = make_corpus(tmp_path, train=[b"t" * 100_000])
-    sent = pickle.dumps(_Windows(corpus, "train", 8))
+    sent = pickle.dumps(_Windows(corpus, "train", corpus.train_parts[0], 8))
     assert len(sent) < 1000
     batch = pickle.loads(sent).cut(np.array([2]), np.array([16]))
     assert batch["tokens_BT"].tolist() == [[117] * 8]

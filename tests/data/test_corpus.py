@@ -11,6 +11,7 @@ from mod_jax.config import DataConfig
 from mod_jax.data import corpus as corpus_lib
 from mod_jax.data import tokenizers
 from mod_jax.data.corpus import describe_corpus, prepare_corpus
+from mod_jax.data.shards import token_dtype
 from mod_jax.errors import ConfigError, DataError
 
 # Stage 1
@@ -18,10 +19,10 @@ from mod_jax.errors import ConfigError, DataError
 
 def test_tokens_are_flat_with_a_separator_before_each_document(tmp_path):
     corpus = make_corpus(tmp_path, train=[b"ab", b"", b"c"], validation=[b"de", b"\n"])
-    assert corpus.train_tokens.tolist() == [0, 98, 99, 0, 100]  # a = 97, + 1; the empty document is left out
-    assert corpus.validation_tokens.tolist() == [0, 101, 102, 0, 11]
-    assert corpus.train_tokens.dtype == np.uint16
-    assert isinstance(corpus.train_tokens, np.memmap)
+    assert corpus.train_parts[0].all().tolist() == [0, 98, 99, 0, 100]  # a = 97, + 1; the empty document is left out
+    assert corpus.validation_tokens.all().tolist() == [0, 101, 102, 0, 11]
+    assert corpus.train_parts[0].all().dtype == np.uint16
+    assert isinstance(corpus.train_parts[0].files[0].open(), np.memmap)
     assert corpus.validation_starts.tolist() == [0, 3]
     assert corpus.validation_names == ("validation/000.txt", "validation/001.txt")
     assert (corpus.num_train_documents, corpus.num_train_bytes, corpus.num_validation_bytes) == (2, 3, 3)
@@ -35,7 +36,7 @@ def test_a_big_vocabulary_gets_wider_tokens():
     tokenizer = tokenizers.ByteTokenizer()
     for vocab_size, dtype in ((2**16, np.uint16), (2**16 + 1, np.uint32)):  # the last id is 65535, then 65536
         tokenizer.vocab_size = vocab_size
-        assert corpus_lib._token_dtype(tokenizer) == dtype
+        assert token_dtype(tokenizer) == dtype
 
 
 def test_the_second_call_only_maps_the_files(tmp_path, monkeypatch):
@@ -103,12 +104,12 @@ def widen(directory):
 def test_a_damaged_cache_is_rebuilt(tmp_path, damage):
     pytest.importorskip("tokenizers")
     good = make_corpus(tmp_path, tokenizer="bpe:260")
-    tokens = good.train_tokens.tolist()
+    tokens = good.train_parts[0].all().tolist()
     damage(good.directory)
     assert corpus_lib._open(DataConfig(tokenizer="bpe:260"), good.directory) is None
     rebuilt = make_corpus_again(tmp_path, tokenizer="bpe:260")
     assert (rebuilt.directory, rebuilt.digest) == (good.directory, good.digest)
-    assert rebuilt.train_tokens.tolist() == tokens
+    assert rebuilt.train_parts[0].all().tolist() == tokens
 
 
 def test_the_loser_of_a_race_takes_the_winners_corpus(tmp_path, monkeypatch):
@@ -147,7 +148,7 @@ def test_a_token_id_outside_the_vocabulary_never_enters_a_corpus(tmp_path, monke
 
 def test_undecodable_text_is_named_by_a_tokenizer_that_needs_unicode(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
-    monkeypatch.setattr(corpus_lib.sources, "_why_not_text", lambda text: None)
+    monkeypatch.setattr(corpus_lib.sources, "why_not_text", lambda text: None)
     with pytest.raises(DataError, match=r"split validation, document validation/000.txt: bpe:260 needs UTF-8 text"):
         make_corpus(tmp_path, validation=[b"\xff"], tokenizer="bpe:260")
 
@@ -178,6 +179,8 @@ def test_a_tokenizer_that_alters_the_text_is_said_and_its_bytes_are_the_texts(tm
     (tmp_path / "default.model").write_bytes(model.getvalue())
     validation = [b"the cat sat on the mat the cat sat on the mat", b"the cat\n sat", "on ﬁ".encode()]
     corpus = make_corpus(tmp_path, validation=validation, tokenizer=f"sentencepiece:{tmp_path}/default.model")
-    assert np.add.reduceat(corpus.validation_bytes, corpus.validation_starts).tolist() == list(map(len, validation))
+    assert np.add.reduceat(corpus.validation_bytes.all(), corpus.validation_starts).tolist() == list(
+        map(len, validation)
+    )
     assert (corpus.num_altered, corpus.num_checked) == (2, 3)  # not the first, though a space was put in front of it
     assert "the tokenizer alters 2 of 3 documents (normalisation)" in describe_corpus(corpus)

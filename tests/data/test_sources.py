@@ -10,7 +10,7 @@ import time
 import pytest
 
 from mod_jax.config import DataConfig
-from mod_jax.data import files, sources
+from mod_jax.data import files, sources, tfds_files
 from mod_jax.errors import ConfigError, DataError
 
 
@@ -225,7 +225,7 @@ def test_unreadable_jsonl_is_refused(tmp_path):
         with pytest.raises(DataError, match=f"cannot read .*{name}.jsonl.gz"):
             read(tmp_path, f"jsonl:{tmp_path}/{name}.jsonl.gz")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match=r"no \.jsonl or \.jsonl\.gz file below"):
+    with pytest.raises(DataError, match=r"no \.jsonl or \.jsonl\.gz or .* file below"):
         read(tmp_path, f"jsonl:{tmp_path}/folder")
 
 
@@ -304,14 +304,14 @@ def test_tfds_picks_versions_and_asks_for_a_config(stdlib_tfds, tmp_path, monkey
     for version in ("1.2.0", "1.10.0"):
         shutil.copytree(config / "1.0.0", config / version)
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
-    assert sources._prepared_directory("python_stdlib") == config / "1.10.0"  # 10 > 2
-    assert sources._prepared_directory("python_stdlib:1.2.0") == config / "1.2.0"
+    assert tfds_files.prepared_directory("python_stdlib") == config / "1.10.0"  # 10 > 2
+    assert tfds_files.prepared_directory("python_stdlib:1.2.0") == config / "1.2.0"
     with pytest.raises(DataError, match="nothing prepared"):
-        sources._prepared_directory("python_stdlib:3.0.0")
+        tfds_files.prepared_directory("python_stdlib:3.0.0")
     shutil.copytree(config, config.with_name("other"))
     with pytest.raises(DataError, match=r"several configs .* name one of \['cpython.*', 'other'\]"):
-        sources._prepared_directory("python_stdlib")
-    assert sources._prepared_directory("python_stdlib/other:1.0.0") == config.with_name("other") / "1.0.0"
+        tfds_files.prepared_directory("python_stdlib")
+    assert tfds_files.prepared_directory("python_stdlib/other:1.0.0") == config.with_name("other") / "1.0.0"
 
 
 def edit_info(stdlib_tfds, tmp_path, monkeypatch, edit):

@@ -114,7 +114,7 @@ def test_what_is_no_file_is_never_opened(tmp_path):
             (tmp_path / f"{name}.jsonl").symlink_to(name)
             pytest.importorskip("sentencepiece")
             refused(ConfigError, "synthetic", f"{name} is not a file", tokenizer=f"sentencepiece:{tmp_path}/{name}")
-        refused(DataError, f"jsonl:{tmp_path}", "no .jsonl or .jsonl.gz file below")
+        refused(DataError, f"jsonl:{tmp_path}", "no .jsonl or .jsonl.gz or .* file below")
         refused(DataError, f"text:{tmp_path}", "no visible file below")
 
 
