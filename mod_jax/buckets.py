@@ -143,7 +143,7 @@ def sizes(path: epath.Path) -> dict[str, int]:
     """The size in bytes of every object below `path`, by its name from there on."""
     found = _file_system().find(os.fspath(path), detail=True)
     start = len(os.fspath(path).removeprefix(GCS)) + 1
-    return {name[start:]: entry["size"] for name, entry in found.items()}
+    return {name[start:]: entry["size"] for name, entry in found.items() if name[start:]}
 
 
 def read_ranges(ranges: list[tuple[str, int, int]]) -> list[bytes]:

@@ -128,10 +128,9 @@ def _open(data: DataConfig, address: str, share: float) -> Part:
             raise ValueError(f"dtype {index['dtype']!r}")
         for name, default in (("tokenizer", "bytes"), ("text_key", "text")):
             given, used = getattr(data, name), index[name]
-            one_kind = (
-                used.split(":")[0] in ("sentencepiece", "hf", "gguf") and given.split(":")[0] == used.split(":")[0]
-            )
-            if given not in (default, used) and not one_kind:  # the same file may lie elsewhere
+            kind, other_kind = used.split(":")[0], given.split(":")[0]
+            has_file = kind == other_kind and kind in ("sentencepiece", *tokenizers.PRETRAINED)
+            if given not in (default, used) and not has_file:  # which may lie elsewhere by now
                 raise ConfigError(f"config.data.{name} = {given!r}: {folder} was prepared with {used!r}")
         return Part(folder, tokenizer, chosen, index["dtype"], share)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
