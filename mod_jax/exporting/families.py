@@ -17,16 +17,18 @@ FAMILIES = {
     (False, True): ("qwen3", "Qwen3ForCausalLM"),
 }
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "relu_squared": "relu2"}
-LLAMA_3 = tuple(  # how its releases stretch long wavelengths
+# How Llama 3 stretches long wavelengths: the ways that are looked through for a vector of factors.
+LLAMA_3 = [
     dict(
         rope_type="llama3",
         factor=factor,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
+        original_max_position_embeddings=length,
     )
-    for factor in (8.0, 32.0)
-)
+    for factor in (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+    for length in (2**n for n in range(5, 18))
+]
 CHANNELS = {"mlp": "mlp", "experts": "experts"}
 
 
@@ -42,9 +44,9 @@ def family(config: Config) -> str | None:
 def rope_parameters(config: Config) -> dict[str, Any] | None:
     """The rotation in the words of Hugging Face; None where it has none for these `model.rope_factors`."""
     m = config.model
-    ways = [dict(rope_type="default"), *LLAMA_3]
+    ways = [dict(rope_type="default")]
     if m.rope_factors:
-        ways.append(dict(rope_type="linear", factor=m.rope_factors[0]))
+        ways = [dict(rope_type="linear", factor=m.rope_factors[0]), *LLAMA_3]
     for way in (dict(way, rope_theta=m.rope_base) for way in ways):
         if rotary(dict(rope_parameters=way), m.head_dim, "") == (m.rope_base, m.rope_factors):
             return way
