@@ -19,7 +19,7 @@ WORKDIR = flags.DEFINE_string(
 LAYOUT = flags.DEFINE_string(
     "layout",
     "auto",
-    "Which blocks are routed: auto:N, the N cheapest; auto, half of the inner ones; or letters F and R.",
+    "Which blocks are routed: auto:N, the N cheapest; auto, half of the inner ones; or letters (F: it stays dense).",
 )
 CAPACITY = flags.DEFINE_float("capacity", 0.75, "Fraction of tokens that a routed block computes on, in (0, 1].")
 GRID = flags.DEFINE_list("grid", ["0.9", "0.75", "0.5", "0.25"], "Capacities that are measured, too.")

@@ -28,7 +28,6 @@ from mod_jax.data import tokenizers
 from mod_jax.data.batches import Batch, bits_per_byte, eval_batches, train_batches
 from mod_jax.data.corpus import Corpus, describe_corpus, prepare_corpus
 from mod_jax.errors import CheckpointMismatch, ConfigError
-from mod_jax.layout import is_routed
 from mod_jax.models import flops
 from mod_jax.models.decoder import by_depth, from_depth
 from mod_jax.pretrained import families, table
@@ -41,7 +40,6 @@ from mod_jax.training.checkpoint import Checkpointer
 
 # What an upgraded model is, unless a key says otherwise.
 DEFAULTS = {
-    "data.eval_windows": 8,
     "routing.skipped_keys": "kept",
     "model.context": 2048,
 }
@@ -134,7 +132,8 @@ def upgrade(request: Request, say: Say = lambda line: print(line, flush=True)) -
         caption = f"{name}, sha256 {dense.digest[:12]}; {corpus.source}, digest {corpus.digest[:12]}; no training"
         table.draw(scratch / "report", caption, found.whole, found.routed, found.deleted)
         outputs.write_json(scratch / "upgrade.json", about)
-    say(f"DONE in {seconds:.0f} s: step 0 at capacity {request.capacity:g} in {workdir}, plot in {workdir / 'report'}")
+    what = f"at capacity {request.capacity:g}" if routed else "of the dense model"
+    say(f"DONE in {seconds:.0f} s: step 0 {what} in {workdir}, plot in {workdir / 'report'}")
     say(f"to train it: python -m mod_jax.train --config={workdir / TUNE} --init_from={workdir} --workdir=runs/tuned")
     return about
 
@@ -172,6 +171,8 @@ def measure(dense: Dense, corpus: Corpus, request: Request, say: Say) -> Measure
         f"dense     {whole.per_token:.4f} nats per token, {bits:.4f} bits per byte, on {whole.tokens:,} held-out tokens"
     )
 
+    if _layout(request.layout, dense.config, [1]) == "F" * depth:
+        return _as_it_is(dense.config, vocab_size, whole)
     worth_L = leave_one_out(probe, params, [few])
     order = cheapest(worth_L, depth)
     worth = ", ".join(f"{d} {worth_L[d]:+.2f}" for d in np.argsort(worth_L, kind="stable"))
@@ -203,13 +204,25 @@ def measure(dense: Dense, corpus: Corpus, request: Request, say: Say) -> Measure
     return Measured(config, worth_L, routers_LD, fit_L, cutoffs, at_full, points, deleted, evaluation)
 
 
+def _as_it_is(config: Config, vocab_size: int, whole: Loss) -> Measured:
+    """A model that stays dense, for training that continues it."""
+    spent = flops.dense_flops(config, vocab_size).total / config.data.seq_len
+    metrics = {"eval/topk_loss": whole.per_token, "eval/topk_bits_per_byte": bits_per_byte(whole.nats, whole.num_bytes)}
+    metrics |= {f"eval/forward_flops_per_token/{name}": spent for name in ("topk", "dense")}
+    none_L, point = np.zeros(0), table.deleted_point(config, vocab_size, [], whole.per_token)
+    return Measured(config, none_L, none_L, none_L, {}, point, [], [], metrics)
+
+
 def _check(request: Request) -> None:
     for name, value in (("--capacity", [request.capacity]), ("--grid", request.grid)):
         if not all(isinstance(x, int | float) and 0 < x <= 1 for x in value):
             raise ConfigError(f"{name} = {', '.join(map(str, value))}: must be in (0, 1]")
-    for name, value in (("--calibration_rows", request.calibration_rows), ("--block_rows", request.block_rows)):
-        if value < 1:
-            raise ConfigError(f"{name} = {value}: must be >= 1")
+    if request.calibration_rows < 1:
+        raise ConfigError(f"--calibration_rows = {request.calibration_rows}: must be >= 1")
+    if not 1 <= request.block_rows <= request.calibration_rows:
+        raise ConfigError(
+            f"--block_rows = {request.block_rows}: must be in [1, {request.calibration_rows}], of these rows"
+        )
 
 
 def dense_config(source: Source, request: Request) -> Config:
@@ -228,7 +241,11 @@ def dense_config(source: Source, request: Request) -> Config:
             raise ConfigError(f"config.{name} = {value!r}: is given by {instead[name]} here")
         if name in decided and value != decided[name]:
             raise ConfigError(f"config.{name} = {value!r}: is {decided[name]!r} of this model; leave it out")
-    values = {**DEFAULTS, "model.context": min(longest, DEFAULTS["model.context"]), **request.changes, **decided}
+    # Two batches of held-out windows, so that a budget can be calibrated on one and judged on the other.
+    rows = -(-4 // jax.device_count()) * jax.device_count()
+    sizes = {"train.batch_size": rows, "data.eval_windows": 2 * rows}
+    context = min(longest, DEFAULTS["model.context"])
+    values = {**DEFAULTS, **sizes, "model.context": context, **request.changes, **decided}
     if values["model.context"] > longest:
         raise ConfigError(f"config.model.context = {values['model.context']}: this model allows {longest}")
     return config_lib.make_config(**values)
@@ -238,7 +255,7 @@ def _layout(asked: str, config: Config, order: Sequence[int] | None) -> str:
     """One letter per block: as spelt out, or R for the first of `order` (None: only check what was asked).
 
     Raises:
-      ConfigError: it is none of auto, auto:N and letters, or routes no block, or more than there are.
+      ConfigError: it is none of auto, auto:N and letters, or is for more blocks than there are.
     """
     depth = config.model.depth
     name, colon, number = asked.partition(":")
@@ -249,8 +266,8 @@ def _layout(asked: str, config: Config, order: Sequence[int] | None) -> str:
         if count > depth - 2:
             raise ConfigError(f"--layout = {asked!r}: of {depth} blocks at most {max(0, depth - 2)} can be routed so")
         return "".join("R" if i in (order or [])[:count] else "F" for i in range(depth))
-    if len(asked) > depth or set(asked) - set("FRf") or not any(map(is_routed, asked)):
-        raise ConfigError(f"--layout = {asked!r}: must be auto, auto:N, or up to {depth} letters F and R, with an R")
+    if not 0 < len(asked) <= depth or set(asked) - set("FRf"):
+        raise ConfigError(f"--layout = {asked!r}: must be auto, auto:N, or up to {depth} letters F and R")
     return "".join(asked[i % len(asked)] for i in range(depth))
 
 
@@ -344,11 +361,14 @@ def _write_run(
     run = prepare.make_run(found.config, folder, found.config.model.vocab_size)
     began = {"workdir": dense.name, "sha256": dense.digest, "positions": dense.positions}
     run = dataclasses.replace(run, corpus=corpus, num_steps=0, init_from=began)
-    cutoffs_L = jnp.asarray(found.cutoffs[request.capacity][list(found.config.routed_depths)], jnp.float32)
-    state = dict(params=routed_params(dense.params, found.config, found.routers_LD), cutoffs_L=cutoffs_L)
+    routed = list(found.config.routed_depths)
+    cutoffs_L = found.cutoffs[request.capacity][routed] if routed else np.zeros(0)
+    params = routed_params(dense.params, found.config, found.routers_LD)
+    state = dict(params=params, cutoffs_L=jnp.asarray(cutoffs_L, jnp.float32))
     about = prepare.metadata(run, seconds)
     keep_tokenizer(folder, dense.tokenizer)
-    with Checkpointer(folder / CHECKPOINTS, metric="eval/causal_loss/threshold") as checkpointer:
+    metric = "eval/causal_loss/threshold" if routed else "eval/topk_loss"
+    with Checkpointer(folder / CHECKPOINTS, metric=metric) as checkpointer:
         checkpointer.save(0, state, about, found.evaluation)
     prepare.write_config(run)
     (folder / TUNE).write_text(tune_config(found.config), encoding="utf-8")

@@ -141,6 +141,16 @@ def test_training_continues_from_it_and_its_own_command_has_nothing_to_do(upgrad
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), after.params, before.params)
 
 
+def test_a_model_may_stay_dense(folder, tiny, tmp_path):
+    about = upgrade.upgrade(request(f"hf:{folder}", tmp_path / "run", layout="F", check=False), quietly)
+    model = trained.restore(tmp_path / "run")
+    assert (model.config.num_routed, model.config.model.layout, about["routed"]) == (0, "F", [])
+    ids_BT = np.random.default_rng(0).integers(0, sources.ROWS, (2, 32)).astype(np.int32)
+    logits_BTV = jax.jit(model.model.run)(model.params, ids_BT).logits_BTV
+    np.testing.assert_allclose(logits_BTV, tiny.logits(ids_BT), atol=1e-4)
+    assert model.evaluation["eval/topk_loss"] == about["dense"][0]["loss"]
+
+
 # What is measured beside it
 
 
@@ -189,13 +199,14 @@ def test_an_error_or_an_interrupt_leaves_nothing(folder, tmp_path, monkeypatch):
 
 REFUSED = [
     (dict(layout="FX"), "--layout = 'FX'"),
-    (dict(layout="FFFF"), "with an R"),
+    (dict(layout=""), "must be auto, auto:N"),
     (dict(layout="FRFRF"), "up to 4 letters"),
     (dict(layout="auto:0"), "auto:N with N >= 1"),
     (dict(layout="auto:3"), "of 4 blocks at most 2"),
     (dict(capacity=0.0), r"--capacity = 0.0: must be in (0, 1]"),
     (dict(grid=(0.5, 1.5)), "--grid = 0.5, 1.5"),
     (dict(calibration_rows=0), "--calibration_rows = 0"),
+    (dict(block_rows=17), "--block_rows = 17: must be in [1, 16]"),
     (dict(changes={"model.width": 64}), "config.model.width = 64: is 32 of this model"),
     (dict(changes={"routing.capacity": 0.5}), "is given by --capacity"),
     (dict(changes={"routing.predictor": True}), "config.routing.predictor = True: is False of this model"),
