@@ -48,6 +48,18 @@ def test_the_kernel_gives_outputs_and_gradients_of_plain_attention(kv_heads):
     compare(*make_row(2, 256, 4, kv_heads, 16))
 
 
+def test_a_token_that_does_not_look_is_still_seen():
+    """As where bypassed tokens keep their keys: a query of segment 0 gets nothing, its key is there for others."""
+    q_BTNH, k_BKTH, v_BKTH, segments_BT, _ = make_row(2, 128, 4, 2, 16)
+    looking_BT = np.where(np.arange(128) % 3 == 0, 0, segments_BT).astype(np.int32)
+    positions_BT = jnp.broadcast_to(jnp.arange(128)[None], segments_BT.shape)
+    plain = attend(q_BTNH, k_BKTH, v_BKTH, positions_BT, positions_BT, looking_BT, segments_BT)
+    splash = splash_attend(q_BTNH, k_BKTH, v_BKTH, looking_BT, segments_BT, interpret=True)
+    np.testing.assert_allclose(splash, plain, atol=1e-5)
+    hidden = splash_attend(q_BTNH, k_BKTH, v_BKTH, looking_BT, interpret=True)
+    assert np.abs(hidden - plain).max() > 1e-2
+
+
 def test_each_device_runs_the_kernel_on_its_own_rows_and_heads():
     mesh = sharding.make_mesh(make_config(**{"train.steps": 1, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}))
     with jax.set_mesh(mesh):
