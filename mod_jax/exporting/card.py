@@ -29,6 +29,7 @@ def write(
         "checkpoint": f"step {model.step}, config {config_lib.fingerprint(model.config)}, seed {model.config.seed}",
         "corpus": f"{model.config.data.source}, digest {str(model.metadata.get('corpus_digest', 'unknown'))[:12]}",
         "tokenizer": f"{model.tokenizer.name}, digest {model.tokenizer.digest[:12]}",
+        "computed in": f"{model.config.model.dtype} in training, to which the losses below belong",
         "trained by": f"mod_jax {model.metadata.get('mod_jax', 'unknown')}",
         "exported by": f"mod_jax {mod_jax.__version__}, commit {commit()}",
         "digest of the weights": digest,

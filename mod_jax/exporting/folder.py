@@ -69,7 +69,10 @@ def export(
     with outputs.new_folder(out) as folder:
         digest = weights.save(weights.tensors(model.params, model.config), folder)
         outputs.write_json(folder / "config.json", families.describe(model, selection, cutoffs_L, ids))
-        outputs.write_json(folder / "generation_config.json", ids)
+        without_text = list(range(model.tokenizer.vocab_size, model.model.vocab_size))  # rows of the table alone
+        outputs.write_json(
+            folder / "generation_config.json", ids | ({"suppress_tokens": without_text} if without_text else {})
+        )
         if with_tokenizer:
             tokenizer.save(model.tokenizer, folder, model.config.model.context)
         if family is None:

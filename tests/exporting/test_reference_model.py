@@ -107,6 +107,28 @@ def test_its_cache_holds_selected_tokens_alone_and_beams_take_their_own(build, t
     assert beams.tolist() == uncached.tolist()
 
 
+def test_in_bfloat16_routing_stays_float32_and_close(build, tools, tmp_path):
+    model, *_ = exported(build, tmp_path / "out", "threshold")
+    settings = dict(trust_remote_code=True, dtype=torch.bfloat16)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", **settings)
+    dtypes = {name: weight.dtype for name, weight in other.named_parameters()}
+    assert {dtypes[name] for name in dtypes if "router" in name or "predictor" in name} == {torch.float32}
+    assert dtypes["model.layers.1.mlp.up_proj.weight"] == torch.bfloat16
+    tokens_BT = tools.random_tokens(2, 32)
+    with torch.no_grad():
+        theirs = other(torch.tensor(tokens_BT).long()).logits.numpy()
+    far = np.abs(theirs - tools.uncached(model, "threshold", tokens_BT)[0])
+    assert np.median(far) < 0.05  # a token near a cut-off may be decided otherwise
+
+
+def test_ids_without_text_are_never_generated(build, tmp_path):
+    model = build(**{"model.vocab_size": 4000})  # of which 257 stand for something
+    export(model, tmp_path / "out", selection="threshold")
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    ids = other.generate(torch.tensor([[0, 5, 6]]), max_new_tokens=20, do_sample=True)
+    assert int(ids.max()) < 257
+
+
 def test_it_learns_all_its_weights_but_those_of_the_predictor(build, tmp_path):
     _, _, other = exported(build, tmp_path / "out", "threshold")
     ids = torch.randint(1, 257, (2, 32))
