@@ -15,7 +15,7 @@ import numpy as np
 
 from mod_jax.errors import RequestError
 from mod_jax.sampling.choice import check_integer, shown
-from mod_jax.sampling.generate import Sampler, bucket
+from mod_jax.sampling.generate import Sampler, batch_bucket, bucket
 from mod_jax.sampling.text import Prompt, check_ids, encode_prompt, encode_text
 from mod_jax.trained import TrainedModel
 
@@ -111,12 +111,15 @@ def _scored(sampler: Sampler, pairs: Sequence[Pair], batch_tokens: int) -> Itera
 
 
 def batches_of_rows(lengths: Sequence[int], context: int, batch_tokens: int) -> Iterable[list[int]]:
-    """Indices of rows that go together: of one bucket of lengths, and as many as `batch_tokens` has room for."""
+    """Indices of rows that go together: of one bucket of lengths, and as many as `batch_tokens` has room for.
+
+    What fills a batch up to its own bucket counts too.
+    """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     batch: list[int] = []
     for index in order:
         width = bucket(lengths[batch[0]], context) if batch else 0
-        if batch and (bucket(lengths[index], context) != width or (len(batch) + 1) * width > batch_tokens):
+        if batch and (bucket(lengths[index], context) != width or batch_bucket(len(batch) + 1) * width > batch_tokens):
             yield batch
             batch = []
         batch.append(index)

@@ -82,6 +82,7 @@ def test_rows_of_one_bucket_go_together_as_far_as_there_is_room():
     lengths = [5, 100, 33, 60, 7, 128]  # buckets 32, 128, 64, 64, 32, 128
     assert list(batches_of_rows(lengths, context=512, batch_tokens=256)) == [[5, 1], [3, 2], [4, 0]]
     assert list(batches_of_rows(lengths, context=512, batch_tokens=64)) == [[5], [1], [3], [2], [4, 0]]
+    assert [len(batch) for batch in batches_of_rows([50] * 7, context=50, batch_tokens=299)] == [4, 3]  # 5 take 6
     assert list(batches_of_rows([], context=512, batch_tokens=64)) == []
 
 
