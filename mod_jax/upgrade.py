@@ -6,8 +6,9 @@ what each block is worth, gives the cheapest ones routers, and prints what each 
 FLOPs, beside deleting whole blocks. The workdir is then an ordinary one, for evaluate, sample and train --init_from.
 """
 
+import pathlib
+
 from absl import app, flags
-from ml_collections import config_flags
 
 from mod_jax import cli, streams
 from mod_jax import config as config_lib
@@ -29,9 +30,15 @@ BLOCK_ROWS = flags.DEFINE_integer("block_rows", 3, "Of these, rows on which each
 CHECK = flags.DEFINE_bool(
     "check", None, "Compare logits with those of transformers; default: where that is installed and can."
 )
-CONFIG = config_flags.DEFINE_config_dict(
-    "config", config_lib.default_config(), "Keys of the config, such as data.source."
-)
+CONFIG = cli.define_config()
+flags.adopt_module_key_flags(cli)  # so that --help shows it
+DEFAULTS = pathlib.Path(__file__).parent / "pretrained" / "keys.py"
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """As for every command; --config.a.b=value needs no --config here."""
+    has_file = any(argument.lstrip("-").startswith("config=") for argument in argv[1:])
+    return cli.parse_flags(argv if has_file else [argv[0], f"--config={DEFAULTS}", *argv[1:]])
 
 
 def main(argv: list[str]) -> int:
@@ -66,4 +73,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=cli.parse_flags)
+    app.run(main, flags_parser=parse_flags)

@@ -253,6 +253,22 @@ def test_a_damaged_file_ends_the_command_in_one_line(tiny, tmp_path):
     assert files_of(tmp_path) == ["model.gguf"]
 
 
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--config.model.widht=3", "config.model.widht: unknown key; did you mean config.model.width?"),
+        ("--config.data.seq_len=1", "config.data.seq_len = 1: must be an integer in [2, 16777216]"),
+        ("--grid=half", "--grid = half: must be numbers in (0, 1], with commas"),
+        ("--layout=FX", "--layout = 'FX': must be auto, auto:N, or up to 4 letters F and R"),
+    ],
+)
+def test_a_mistyped_command_is_refused_in_one_line(folder, tmp_path, flag, message):
+    command = [sys.executable, "-m", "mod_jax.upgrade", f"--from=hf:{folder}", f"--workdir={tmp_path / 'run'}", flag]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ, JAX_PLATFORMS="cpu"))
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+    assert files_of(tmp_path) == []
+
+
 @pytest.mark.parametrize("library", ["gguf", "safetensors"])
 def test_a_library_that_is_not_installed_is_named(library, tiny, folder, tmp_path, monkeypatch):
     path = sources.write_gguf(tiny, tmp_path / "model.gguf")
