@@ -2,6 +2,7 @@
 
     python experiments/isoflop.py plan --preset=cpu --out=runs/isoflop        # the cells, what each costs, its command
     xargs -P 2 -d '\\n' -I{} sh -c {} < runs/isoflop/commands.txt             # or: python experiments/isoflop.py run
+    python experiments/isoflop.py time --out=runs/isoflop                     # step times, on a quiet machine
     python experiments/isoflop.py collect --out=runs/isoflop                  # tables, optima, figures
 
 `plan` writes OUT/plan.jsonl, a JSON line per cell, and OUT/commands.txt, a command per cell. It adds to a plan that is
@@ -85,6 +86,21 @@ def collect(out: pathlib.Path) -> None:
     """Writes tables, optima and figures of what is finished."""
     rows = read_plan(out)
     print("\n".join(isoflop_results.collect(out, rows, [to_cell(out, row) for row in rows.values()])))
+
+
+def time(out: pathlib.Path) -> None:
+    """Writes times.json: seconds per token of a training step, of one cell per variant and width that is finished.
+
+    Times are taken here and now, on random tokens, the best of a few steps each: cells that were trained beside other
+    programs, or on several machines, cannot tell them.
+    """
+    seconds = {}
+    for row in read_plan(out).values():
+        cell, name = to_cell(out, row), f"{row['variant']}-w{row['width']}"
+        if name not in seconds and cells.find(cell).state == "done":
+            seconds[name] = row["flops"] / row["tokens"] / flops_per_second(cell, row)
+            print(f"{name}: {seconds[name]:.3g} s per token", flush=True)
+    outputs.write_json(out / "times.json", {"device": jax.devices()[0].device_kind, "seconds_per_token": seconds})
 
 
 def wanted_cells(out: pathlib.Path) -> list[cells.Cell]:
@@ -256,7 +272,7 @@ def hours(seconds: float) -> str:
     )
 
 
-COMMANDS = {"plan": plan, "run": run, "collect": collect}
+COMMANDS = {"plan": plan, "run": run, "time": time, "collect": collect}
 
 if __name__ == "__main__":
     app.run(main, flags_parser=cli.parse_flags)

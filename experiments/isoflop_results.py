@@ -1,7 +1,7 @@
 """What the cells of an isoFLOP study gave: losses, optima, figures. Called by `isoflop.py collect`.
 
 Everything that is written is a function of the cells' results alone, so cells that were killed and run again change no
-byte of it, save what was measured in seconds: times.json, and the right half of the figures of cost.
+byte of it. Where `isoflop.py time` has measured step times, the figures of cost show them too.
 """
 
 import collections
@@ -19,7 +19,6 @@ from mod_jax.analysis.isoflop import Curve, Optimum, PowerLaw, Refused
 from mod_jax.analysis.isoflop_plots import Panel, budget_name
 from mod_jax.errors import DataError
 from mod_jax.evaluation import tables
-from mod_jax.training.rows import read_metrics
 
 LOSSES = ("top-k", "causal")
 SIZES = {"parameters": "parameters", "FLOPs per token": "forward_flops_per_token"}  # name: key of a cell
@@ -28,7 +27,7 @@ PLANNED += ("forward_flops_per_token", "steps", "tokens", "flops", "epochs")
 
 
 def collect(out: pathlib.Path, plan: dict[str, dict[str, Any]], planned: list[cells.Cell]) -> list[str]:
-    """Writes cells.json, fits.json, table.md, times.json and figures to `out`; returns the lines of table.md.
+    """Writes cells.json, fits.json, table.md and figures to `out`; returns the lines of table.md.
 
     Raises:
       DataError: cells of different corpora, whose losses are not comparable.
@@ -49,9 +48,7 @@ def collect(out: pathlib.Path, plan: dict[str, dict[str, Any]], planned: list[ce
     outputs.write_json(out / "cells.json", records)
     outputs.write_json(out / "fits.json", {size: fits_as_json(panels[size], laws[size]) for size in SIZES})
     outputs.write_text(out / "table.md", "\n".join(lines) + "\n")
-    times = {f.cell.name: seconds_per_token(f.cell, plan[f.cell.name]) for f in found if f.state == "done"}
-    outputs.write_json(out / "times.json", times)
-    draw(out, panels, laws, variants, study, times)
+    draw(out, panels, laws, variants, study)
     return lines
 
 
@@ -198,16 +195,19 @@ def made_by(done: list[dict[str, Any]], found: list[cells.Found]) -> list[str]:
     return [f"{done[0]['corpus']}; seeds {seeds}; {'; '.join(several)}. {len(found)} cells planned."]
 
 
-def seconds_per_token(cell: cells.Cell, row: dict[str, Any]) -> float | None:
-    """Measured while training: the tenth percentile over the rows, so that what others took counts little."""
-    rows = [r for r in read_metrics(cell.workdir / "metrics.jsonl") if "perf/step_seconds" in r]
-    if not rows:
+def measured_seconds(out: pathlib.Path, study: list[dict[str, Any]]) -> dict[tuple[float, str], np.ndarray] | None:
+    """Seconds per token of each run of each curve, NaN where not measured; None if nothing was."""
+    path = out / "times.json"
+    if not path.exists():
         return None
-    step = float(np.quantile([r["perf/step_seconds"] for r in rows], 0.1))
-    return step / (row["tokens"] / row["steps"])
+    known = json.loads(path.read_text(encoding="utf-8"))["seconds_per_token"]
+    seconds = collections.defaultdict(list)
+    for r in study:
+        seconds[r["budget"], r["variant"]].append(known.get(f"{r['variant']}-w{r['width']}", math.nan))
+    return {key: np.array(values) for key, values in seconds.items()}
 
 
-def draw(out, panels, laws, variants, study, times) -> None:
+def draw(out, panels, laws, variants, study) -> None:
     if not study:
         return
     digest = study[0]["corpus_digest"][:12]
@@ -222,13 +222,10 @@ def draw(out, panels, laws, variants, study, times) -> None:
         if any(isinstance(law, PowerLaw) for both in laws[size] for law in both.values()):
             save(isoflop_plots.optima_against_budget(panels[size], laws[size], variants, size), f"optima_by_{name}")
     by_flops = panels["FLOPs per token"]
-    seconds = collections.defaultdict(list)
-    for r in study:
-        seconds[r["budget"], r["variant"]].append(times.get(r["name"]) or math.nan)
-    arrays = {key: np.array(values) for key, values in seconds.items()}
+    seconds = measured_seconds(out, study)
     for budget in dict.fromkeys(r["budget"] for r in study):
         if all(isinstance(of.optima.get((budget, "dense")), Optimum) for of in by_flops):
-            figure = isoflop_plots.loss_against_cost(budget, by_flops, variants, [arrays] * len(by_flops))
+            figure = isoflop_plots.loss_against_cost(budget, by_flops, variants, seconds)
             save(figure, f"cost_{budget_name(budget)}")
 
 
@@ -252,11 +249,6 @@ def fits_as_json(both: list[Panel], laws: list[dict]) -> dict[str, Any]:
 def optimum_as_json(optimum: Optimum) -> dict[str, Any]:
     names = ("size", "size_interval", "loss", "loss_interval", "residual", "reach", "skew", "coefficients", "centre")
     return {name: getattr(optimum, name) for name in names}
-
-
-def read_records(path: pathlib.Path) -> list[dict[str, Any]]:
-    """What `collect` wrote to cells.json."""
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def size_span(optimum: Optimum) -> str:

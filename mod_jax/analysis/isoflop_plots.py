@@ -63,54 +63,65 @@ def loss_against_cost(
     budget: float,
     panels: Sequence[Panel],
     variants: Sequence[str],
-    seconds: Sequence[Mapping[Key, np.ndarray]],
+    seconds: Mapping[Key, np.ndarray] | None = None,
     dense: str = "dense",
 ) -> Figure:
     """The paper's figure 4: loss at one budget against forward FLOPs, and step time, relative to the best dense model.
 
     Args:
       panels: with forward FLOPs per token as sizes.
-      seconds: of each panel, by curve, the measured seconds per token of each run; NaN where not known.
+      seconds: by curve, the measured seconds per token of each run, NaN where not known; None: no step times.
       dense: the variant whose optimum all is relative to; it must have one in every panel.
     """
-    fig = Figure(figsize=(10.6, 3.6 * len(panels) + 0.3))
-    rows = fig.subplots(len(panels), 2, sharey="row", squeeze=False)
+    num_columns = 1 if seconds is None else 2
+    fig = Figure(figsize=(4.4 * num_columns + 1.8, 3.6 * len(panels) + 0.3))
+    rows = fig.subplots(len(panels), num_columns, sharey="row", squeeze=False)
     looks = look_of(variants)
-    for (by_flops, by_time), panel, times in zip(rows, panels, seconds, strict=True):
+    for axes, panel in zip(rows, panels, strict=True):
         best = panel.optima[budget, dense]
-        dense_curve = panel.curves[budget, dense]
-        order = np.argsort(dense_curve.sizes)
-        known = order[np.isfinite(times[budget, dense][order])]
-        dense_time = np.nan
-        if len(known):
-            logs = np.log(dense_curve.sizes[known]), np.log(times[budget, dense][known])
-            dense_time = np.exp(np.interp(np.log(best.size), *logs))
+        dense_seconds = (
+            None if seconds is None else _seconds_of_best(best, panel.curves[budget, dense], seconds[budget, dense])
+        )
         for (at, variant), curve in panel.curves.items():
             if at != budget:
                 continue
-            look, optimum = looks[variant], panel.optima[at, variant]
+            look, optimum, losses = looks[variant], panel.optima[at, variant], curve.losses - best.loss
             dots = dict(
                 color=look["color"], marker=look["marker"], markersize=4, markerfacecolor="none", linestyle="none"
             )
-            by_flops.plot(curve.sizes / best.size, curve.losses - best.loss, **dots)
+            axes[0].plot(curve.sizes / best.size, losses, **dots)
             if isinstance(optimum, Optimum):
-                _draw_line(by_flops, optimum, look, best.size, best.loss)
+                _draw_line(axes[0], optimum, look, best.size, best.loss)
             else:
-                _join(by_flops, Curve(curve.sizes / best.size, curve.losses - best.loss), look)
-            by_time.plot(times[at, variant] / dense_time, curve.losses - best.loss, **dots)
-            _join(by_time, Curve(times[at, variant] / dense_time, curve.losses - best.loss), look)
-        for ax in (by_flops, by_time):
+                _join(axes[0], Curve(curve.sizes / best.size, losses), look)
+            if seconds is not None:
+                axes[1].plot(seconds[at, variant] / dense_seconds, losses, **dots)
+                _join(axes[1], Curve(seconds[at, variant] / dense_seconds, losses), look)
+        for ax in axes:
             ax.axhline(0, color=MUTED, linewidth=0.8)
             ax.axvline(1, color=MUTED, linewidth=0.8)
             _ratio_ticks(ax)
             if best.loss_interval:
                 ax.axhspan(*(np.array(best.loss_interval) - best.loss), color="#e8e8e8", zorder=0)
-        by_flops.set_ylabel(f"{panel.name} loss minus that of\nthe best dense model, nats per token")
-    rows[-1][0].set_xlabel("forward FLOPs per token, relative to the best dense model")
-    rows[-1][1].set_xlabel("measured step time per token, relative to it")
+        axes[0].set_ylabel(f"{panel.name} loss minus that of\nthe best dense model, nats per token")
+    names = (
+        "forward FLOPs per token, relative\nto the best dense model",
+        "measured step time per token,\nrelative to it",
+    )
+    for ax, name in zip(rows[-1], names, strict=False):
+        ax.set_xlabel(name)
     _legend(fig, looks, variants)
     add_title(fig, f"{budget_name(budget)} training FLOPs: loss against the cost of a pass")
     return fig
+
+
+def _seconds_of_best(best: Optimum, curve: Curve, seconds: np.ndarray) -> float:
+    """Those of the optimum, by straight lines in logarithms between the runs beside it; NaN where none is known."""
+    order = np.argsort(curve.sizes)
+    known = order[np.isfinite(seconds[order])]
+    if not len(known):
+        return np.nan
+    return float(np.exp(np.interp(np.log(best.size), np.log(curve.sizes[known]), np.log(seconds[known]))))
 
 
 @styled

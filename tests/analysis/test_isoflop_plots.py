@@ -87,7 +87,7 @@ def test_variants_differ_in_marker_and_line():
 def test_cost_is_relative_to_the_best_dense_model():
     both = panels(budgets=(3e12,))
     seconds = {key: 1e-10 * curve.sizes for key, curve in both[0].curves.items()}  # time as FLOPs
-    figure = drawn(isoflop_plots.loss_against_cost(3e12, both, VARIANTS, [seconds, seconds]))
+    figure = drawn(isoflop_plots.loss_against_cost(3e12, both, VARIANTS, seconds))
     assert len(figure.axes) == 4
     by_flops, by_time = (dots(ax) for ax in figure.axes[:2])
     np.testing.assert_allclose(by_flops, by_time, rtol=1e-6)
