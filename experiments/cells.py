@@ -121,10 +121,14 @@ def run(cells: Sequence[Cell], jobs: int = 1) -> list[Found]:
 
     waiting = list(cells)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        while waiting:
-            taken = list(pool.map(train, waiting))
-            waiting = [cell for cell, is_taken in zip(waiting, taken, strict=True) if is_taken]
-            time.sleep(LOOK_AGAIN if waiting else 0)
+        try:
+            while waiting:
+                taken = list(pool.map(train, waiting))
+                waiting = [cell for cell, is_taken in zip(waiting, taken, strict=True) if is_taken]
+                time.sleep(LOOK_AGAIN if waiting else 0)
+        except BaseException:  # Ctrl-C: the runs that it reached save and end, and no other is begun
+            pool.shutdown(cancel_futures=True)
+            raise
     return [find(cell) for cell in cells]
 
 
