@@ -18,6 +18,7 @@ import numpy as np
 
 from mod_jax.data.byte_level import byte_alphabet, import_tokenizers
 from mod_jax.errors import ConfigError, DataError
+from mod_jax.outputs import canonical, to_json
 
 LOWER_ONE_EIGHTH_BLOCK = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>")  # of pretraining, where the start of a document has no token
@@ -40,7 +41,7 @@ class PretrainedTokenizer:
         try:
             about = json.loads(model)
             inner = about["tokenizer"]
-            self._inner = import_tokenizers("hf:...").Tokenizer.from_str(json.dumps(inner))
+            self._inner = import_tokenizers("hf:...").Tokenizer.from_str(to_json(inner))
             self._inner.encode_special_tokens = True
             self._inner.no_padding()
             self._inner.no_truncation()
@@ -91,7 +92,7 @@ def from_folder(folder: pathlib.Path) -> bytes:
         raise ConfigError(f"{folder}: has no tokenizer.json, the form of a tokenizer that is read here")
     inner = _read_json(path)
     try:
-        library = import_tokenizers("hf:...").Tokenizer.from_str(json.dumps(inner))
+        library = import_tokenizers("hf:...").Tokenizer.from_str(to_json(inner))
     except ConfigError:
         raise
     except Exception as error:  # the library raises no narrower type
@@ -169,7 +170,7 @@ def _describe(inner: dict, library, start: int | None, stops: list[int | None], 
         raise ConfigError(f"{place}: names token id {outside[0]}, but its tokenizer has ids in [0, {size})")
     separator = candidates[0]
     about = dict(tokenizer=inner, separator_id=separator, start_id=start, stop_ids=sorted({separator, *ends}))
-    return json.dumps(about, sort_keys=True, ensure_ascii=False).encode()
+    return canonical(about).encode()
 
 
 def _leading_id(library) -> int | None:
