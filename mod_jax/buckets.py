@@ -193,3 +193,4 @@ def _prepare_libraries() -> None:
     os.environ.setdefault("EPATH_USE_TF", "false")  # else epath takes TensorFlow, where it is installed
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of what it raises
+    logging.getLogger("google.auth").setLevel(logging.ERROR)  # it warns of each place without credentials
