@@ -6,7 +6,18 @@ import sys
 
 from mod_jax.errors import ConfigError
 
-COMMANDS = ("train", "evaluate", "compare", "sample", "upgrade", "export", "lm_eval", "plan", "doctor")
+COMMANDS = (
+    "prepare",
+    "train",
+    "evaluate",
+    "compare",
+    "sample",
+    "upgrade",
+    "export",
+    "lm_eval",
+    "plan",
+    "doctor",
+)
 
 
 def first_line(command: str) -> str:
