@@ -24,7 +24,7 @@ from mod_jax.config import make_config
 from mod_jax.errors import ConfigError, NumericsError, ResumeRefused
 from mod_jax.models import flops
 from mod_jax.training import dry_run as dry_run_module
-from mod_jax.training import loop, prepare, result
+from mod_jax.training import language, loop, prepare, result
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.dry_run import dry_run
 from mod_jax.training.language import Language
@@ -170,7 +170,8 @@ def test_a_finished_run_prints_its_stored_result_and_computes_nothing(copied, fi
     with monkeypatch.context() as patch:
         for module, name in (
             *((prepare, name) for name in ("prepare_corpus", "make_model")),
-            *((loop, name) for name in ("Checkpointer", "Evaluator", "compile_step")),
+            *((loop, name) for name in ("Checkpointer", "compile_step")),
+            (language, "Evaluator"),
         ):
             patch.setattr(module, name, refuse)
         outcome, output = quietly(train, make_run_config(), copied)
