@@ -36,6 +36,7 @@ from mod_jax.analysis.routing_stats import block_name
 from mod_jax.evaluation import budget
 from mod_jax.expert_routing import paced_slots, slots_per_expert
 from mod_jax.models.blocks import TOPK
+from mod_jax.models.flops import count_parameters
 from mod_jax.training.rows import read_metrics
 
 OUT = flags.DEFINE_string("out", "runs/mode", "Folder of all runs.")
@@ -146,7 +147,7 @@ def measure(workdir: pathlib.Path) -> dict:
     return {
         "variant": variant,
         "seed": int(seed),
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
+        "parameters": count_parameters(config, model.model)._asdict(),
         "balance_weight": config.experts.balance_weight if config.expert_depths else None,
         "steps": last["step"],
         "training_rule": last["eval/topk_loss"],
@@ -221,6 +222,7 @@ def table(results: list[dict]) -> list[str]:
     titles = (
         "model",
         "parameters",
+        "active",
         "steps",
         "FLOPs per token: active",
         "passed",
@@ -237,7 +239,8 @@ def table(results: list[dict]) -> list[str]:
         first = runs[0]
         cells_ = [
             variant,
-            f"{first['parameters']:,}",
+            f"{first['parameters']['total']:,}",
+            f"{first['parameters']['active']:,}",
             f"{first['steps']}",
             *(f"{np.mean([run[name] for run in runs]):.3g}" for name in FLOPS),
             ", ".join(f"{run['training_rule']:.3f}" for run in runs),

@@ -1,4 +1,4 @@
-"""FLOPs counted from the structure of the model, with every convention an explicit switch.
+"""FLOPs, and parameters, counted from the structure of the model, with every convention an explicit switch.
 
 A multiply-add is 2 FLOPs. Counted: every matrix product, attention logits and values, router and predictor. Not
 counted: norms, softmax, rotary angles, activations, gather and scatter, the embedding look-up, the optimizer
@@ -13,12 +13,17 @@ costs twice the forward pass, except below a stop-gradient.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
 
 from mod_jax import routing
 from mod_jax.config import Config
 from mod_jax.layout import BlockSpec, unrouted
 from mod_jax.models import moe
 from mod_jax.models.blocks import part, predictor_hidden, router_width
+from mod_jax.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +39,34 @@ class Flops:
     @property
     def total(self) -> float:
         return self.linear + self.attention + self.router + self.predictor + self.unembed
+
+
+class Parameters(NamedTuple):
+    """How many there are, and how many of them one token is expected to pass (see `count_parameters`)."""
+
+    total: int
+    active: int
+
+    def __str__(self) -> str:
+        return f"{self.total:,} parameters" + ("" if self.active == self.total else f", {self.active:,} active")
+
+
+def count_parameters(config: Config, model: Model) -> Parameters:
+    """Parameters of a model, all and *active* ones.
+
+    Of experts as many are active as a token is expected to pass MLPs in training (`moe.expected_mlps`); everything else
+    is active, routed blocks too, whatever their capacity. So a model without experts has as many of both.
+    """
+    of_experts = total = 0
+    leaves, specs = (
+        jax.tree.leaves(model.abstract_params),
+        jax.tree.leaves(model.logical_specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec)),
+    )
+    for leaf, spec in zip(leaves, specs, strict=True):
+        total += leaf.size
+        of_experts += leaf.size if "experts" in spec else 0
+    passed = moe.expected_mlps(config) / config.experts.count
+    return Parameters(total, total - round((1 - passed) * of_experts))
 
 
 def block_flops(config: Config, spec: BlockSpec, num_tokens: float, causal_half: bool = False) -> tuple[float, float]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 EXPERT_SLOTS = "expert_slots"
 
 BLOCK = 128  # claims of one expert per product where nobody is dropped
+SERVED = "experts"  # the name of that loop in a program; plans of decoding know it by it
 
 
 class ExpertTokens(NamedTuple):
@@ -65,6 +66,7 @@ class Experts(nnx.Module):
         e, D, F = config.experts, config.model.width, config.experts.hidden
         self.num_experts, self.num_chosen, self.num_choices = e.count, e.chosen, e.count + e.noop
         self.capacity, self.choice, self.overflow = e.capacity, e.choice, e.overflow
+        self.first_expert = 0  # of the stack of weights (see `take_from`)
         self.activation = config.model.activation
         self.router_DN = param(rngs, (D, self.num_choices), ("embed", None), normal(0.1 * D**-0.5), group="router")
         self.up_EDF = param(rngs, (e.count, D, F), ("experts", "embed", "mlp"), normal(D**-0.5))
@@ -163,8 +165,10 @@ class Experts(nnx.Module):
         On a mesh every device serves its own rows, with the weights of all experts. `choice_BTA` is E where nothing is
         claimed.
         """
-        up_EDF, down_EFD = self.up_EDF[...].astype(x_BTD.dtype), self.down_EFD[...].astype(x_BTD.dtype)
-        run = functools.partial(_serve_all, activation=self.activation)
+        up_EDF, down_EFD = (_weights(stack, x_BTD.dtype) for stack in (self.up_EDF, self.down_EFD))
+        run = functools.partial(
+            _serve_all, activation=self.activation, num_experts=self.num_experts, first_expert=self.first_expert
+        )
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.empty:
             rows, hidden = PartitionSpec(RULES.batch), RULES.mlp
@@ -173,6 +177,27 @@ class Experts(nnx.Module):
                 functools.partial(run, sum_over=hidden), in_specs=(rows,) * 3 + weights, out_specs=rows, check_vma=False
             )
         return run(x_BTD, choice_BTA, gate_BTA, up_EDF, down_EFD)
+
+    def take_apart(self) -> None:
+        """Makes the weights of each expert an array of their own. Only `without_drops` can be used from then on.
+
+        Decoding reads one expert for one token. Where a slice of a stack is a copy, that would cost as much again.
+        """
+        for name in ("up_EDF", "down_EFD"):
+            apart = [nnx.Param(weight) for weight in getattr(self, name)[...]]
+            delattr(self, name)
+            setattr(self, name, nnx.List(apart))
+
+    def take_from(self, stacked: "Experts", index: int) -> None:
+        """Reads its weights where those of several blocks lie stacked, [L, E, ...], and this block's at `index`. Only
+        `without_drops` can be used from then on.
+
+        All E of them, as a slice of that stack, would be copied before one of them is read.
+        """
+        for name in ("up_EDF", "down_EFD"):
+            stack = getattr(stacked, name)[...]
+            setattr(self, name, nnx.Param(stack.reshape(-1, *stack.shape[2:])))
+        self.first_expert = index * self.num_experts
 
     @staticmethod
     def flops(config: Config, num_tokens: float, num_pairs: float) -> tuple[float, float]:
@@ -208,26 +233,38 @@ def mlp_flops(config: Config, num_tokens: float) -> float:
     return 4 * num_tokens * config.model.width * config.experts.hidden
 
 
+def _weights(stack: nnx.Param | nnx.List, dtype: jnp.dtype) -> jax.Array | tuple[jax.Array, ...]:
+    """Weights of all experts in this dtype: one array, or one of each expert."""
+    if isinstance(stack, nnx.List):
+        return tuple(weight[...].astype(dtype) for weight in stack)
+    return stack[...].astype(dtype)
+
+
 def _serve_all(
     x_BTD: jax.Array,
     choice_BTA: jax.Array,
     gate_BTA: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
+    up_EDF: jax.Array | tuple[jax.Array, ...],
+    down_EFD: jax.Array | tuple[jax.Array, ...],
     *,
     activation: str,
+    num_experts: int,
+    first_expert: int = 0,
     sum_over: str | None = None,
 ) -> jax.Array:
     """Sum over the claims of each token of gate * MLP, [B, T, D].
 
-    Claims are sorted by expert and run in blocks of one expert each. Only blocks in use are computed: about as much
-    work as there are claims, where T slots per expert would be E times as much.
+    Claims are sorted by expert and run in blocks of one expert each. Only blocks in use are computed, and only the
+    weights of their experts are read: about as much work as there are claims, where T slots per expert would be E times
+    as much.
 
     Args:
+      up_EDF, down_EFD: stacks, or tuples of E arrays (see `Experts.take_apart`).
+      first_expert: in the stacks, where there are more experts than these.
       sum_over: mesh axis over which the hidden dimension F is split.
     """
     B, T, D = x_BTD.shape
-    E, A = up_EDF.shape[0], choice_BTA.shape[2]
+    E, A = num_experts, choice_BTA.shape[2]
     num_claims = B * T * A
     block = min(BLOCK, num_claims)
     choice_K = choice_BTA.reshape(num_claims)
@@ -238,18 +275,30 @@ def _serve_all(
     blocks_until_E = jnp.cumsum(blocks_E)
     x_MD = x_BTD.reshape(B * T, D)
 
+    def mlp(x_CD, up_DF, down_FD):
+        return ACTIVATIONS[activation](x_CD @ up_DF) @ down_FD
+
+    def run(expert, x_CD):
+        if isinstance(up_EDF, tuple):
+            branches = [
+                functools.partial(mlp, up_DF=up_DF, down_FD=down_FD)
+                for up_DF, down_FD in zip(up_EDF, down_EFD, strict=True)
+            ]
+            return jax.lax.switch(expert, branches, x_CD)
+        place = first_expert + expert
+        own = (jax.lax.dynamic_index_in_dim(stack, place, keepdims=False) for stack in (up_EDF, down_EFD))
+        return mlp(x_CD, *own)
+
     def one_block(index, y_KD):
         expert = jnp.sum(index >= blocks_until_E)
         start = first_claim_E[expert] + (index - blocks_until_E[expert] + blocks_E[expert]) * block
         claims = order_K.at[start + jnp.arange(block)].get(mode="clip")
-        up_DF = jax.lax.dynamic_index_in_dim(up_EDF, expert, keepdims=False)
-        down_FD = jax.lax.dynamic_index_in_dim(down_EFD, expert, keepdims=False)
-        y_CD = ACTIVATIONS[activation](x_MD[claims // A] @ up_DF) @ down_FD
         # Rows behind the expert's last claim are the next block's first, which that block writes after this one.
-        return jax.lax.dynamic_update_slice_in_dim(y_KD, y_CD, start, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(y_KD, run(expert, x_MD[claims // A]), start, axis=0)
 
     y_KD = jnp.zeros((num_claims + block, D), x_BTD.dtype)
-    y_KD = jax.lax.fori_loop(0, blocks_until_E[-1], one_block, y_KD)
+    with jax.named_scope(SERVED):
+        y_KD = jax.lax.fori_loop(0, blocks_until_E[-1], one_block, y_KD)
     place_K = jnp.zeros(num_claims, jnp.int32).at[order_K].set(jnp.arange(num_claims), unique_indices=True)
     y_BTAD = y_KD[place_K].reshape(B, T, A, D).astype(jnp.float32)
     update_BTD = jnp.sum(jnp.where(choice_BTA < E, gate_BTA, 0.0)[..., None] * y_BTAD, axis=2).astype(x_BTD.dtype)

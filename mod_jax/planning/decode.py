@@ -26,8 +26,10 @@ from mod_jax.data.cache import cache_root
 from mod_jax.errors import ConfigError
 from mod_jax.layout import is_routed
 from mod_jax.models import flops
-from mod_jax.models.blocks import Choice
+from mod_jax.models.blocks import Block, Choice, Routed
+from mod_jax.models.flops import Parameters
 from mod_jax.models.model import make_model
+from mod_jax.models.moe import SERVED
 from mod_jax.planning import program, roofline, topology
 from mod_jax.planning.report import (
     changed_line,
@@ -81,13 +83,14 @@ def make_report(config: Config, topology_name: str, batch_size: int, context: in
     slots = cache_lib.slot_counts(config, num_positions)
     rows = [rows_per_pass(batch_size, block.capacity, PLATFORM) for block in config.blocks]
     passes = [expected_passes(batch_size, block.capacity) for block in config.blocks]
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(stack))
+    experts = [expected_experts(config, depth, batch_size, passes[depth]) for depth in range(len(config.blocks))]
+    parameters = flops.count_parameters(config, make_model(config, config.model.vocab_size))
     weights = tree_bytes(stack)
     report = {
         **describe_inputs(config, product, devices, ONE_CHIP),
         "program": "decode",
         "notes": [read_as] if read_as else [],
-        "parameters": num_parameters,
+        "parameters": parameters._asdict(),
         "selection": selection,
         "dtype": config.model.dtype,
         "batch": batch_size,
@@ -100,13 +103,15 @@ def make_report(config: Config, topology_name: str, batch_size: int, context: in
             "weights": weights,
             "cache": cache_lib.cache_bytes(config, batch_size, slots),
             "dense_cache": cache_lib.cache_bytes(config, batch_size, (num_positions,) * len(slots)),
-            "loading": 4 * num_parameters + weights,  # a checkpoint is float32, and rounded beside itself
+            "loading": 4 * parameters.total + weights,  # a checkpoint is float32, and rounded beside itself
         },
         "flops": {"model": flops.decode_flops(config, config.model.vocab_size, slots).total},
-        "read": bytes_read(config, stack, batch_size, slots, passes, rows),
+        "read": bytes_read(config, stack, batch_size, slots, passes, rows, experts),
     }
     if config.routing.skipped_keys == "kept":
         report["notes"].append("the weights that make keys and values of bypassed tokens are not in what a step reads")
+    if config.expert_depths:
+        report["experts"] = {"count": config.experts.count, "used": experts}
     if batch_size != asked:
         report["notes"].append(f"--batch={asked} is rounded up to {batch_size}, as the sampler does")
     if context not in (None, num_positions):
@@ -134,7 +139,9 @@ def trace_decoding(
         cutoffs_L, stop_BV = jnp.zeros(config.num_routed), jnp.zeros((batch_size, vocab_size), bool)
         options = [Options()] * batch_size
         keys_B = jax.vmap(jax.random.key)(jnp.zeros(batch_size, jnp.uint32))
-        return Request(Choice(selection, cutoffs_L), make_knobs(options), keys_B, stop_BV)
+        shape_LE = len(config.expert_depths), config.experts.count
+        choice = Choice(selection, cutoffs_L, expert_cutoffs_LE=jnp.zeros(shape_LE) if config.experts_choose else None)
+        return Request(choice, make_knobs(options), keys_B, stop_BV)
 
     request = jax.eval_shape(request)
     slots = cache_lib.slot_counts(config, num_positions)
@@ -165,14 +172,35 @@ def expected_passes(batch_size: int, capacity: float) -> float:
     return float(chance_n @ passes_n)
 
 
+def expected_experts(config: Config, depth: int, batch_size: int, passes: float) -> float:
+    """Experts that one pass of the block at this depth is expected to use, if all are used alike; 0 without experts.
+
+    Each token of the pass takes a given expert with the probability A / N, or the expert it, with that of its capacity.
+    """
+    spec, e = config.blocks[depth], config.experts
+    if not spec.has_experts:
+        return 0.0
+    tokens = batch_size * spec.capacity / passes
+    taken = e.capacity / e.count if e.choice == "expert" else e.chosen / (e.count + e.noop)
+    return e.count * (1 - (1 - min(1.0, taken)) ** tokens)
+
+
 def bytes_read(
-    config: Config, stack: Stack, batch_size: int, slots: tuple[int, ...], passes: list[float], rows: list[int]
+    config: Config,
+    stack: Stack,
+    batch_size: int,
+    slots: tuple[int, ...],
+    passes: list[float],
+    rows: list[int],
+    experts: list[float],
 ) -> dict[str, float]:
-    """Bytes of weights and of caches that a step must read, by count: each pass a block's weights, and R rows' caches.
+    """Bytes of weights and of caches that a step must read, by count: each pass a block's weights, of experts those
+    that are used, and R rows' caches.
 
     Args:
       passes: expected number, by depth.
       rows: R, by depth.
+      experts: how many a pass uses, by depth.
     """
     # Of a table that is not tied only B rows are read.
     embedder = stack.embedder
@@ -180,23 +208,36 @@ def bytes_read(
     cached = 0.0
     cache = jax.eval_shape(lambda: cache_lib.init_cache(config, batch_size, slots))
     for depth, (block, block_cache) in enumerate(zip(stack.blocks, cache, strict=True)):
-        weights += tree_bytes(block)  # of a routed block: router and predictor, which always run
+        used = experts[depth] / config.experts.count
+        weights += weight_bytes(block, used)  # of a routed block: router and predictor, which always run
         kind = config.blocks[depth].kind
         if kind in stack.inside:
-            weights += passes[depth] * tree_bytes(stack.inside[kind]) / stack.kinds.count(kind)
+            weights += passes[depth] * weight_bytes(stack.inside[kind], used) / stack.kinds.count(kind)
         cached += passes[depth] * rows[depth] / batch_size * tree_bytes(block_cache)
     return {"weights": weights, "cache": cached}
+
+
+def weight_bytes(block: Block | Routed, used: float) -> float:
+    """Bytes of a block's weights, where `used` is the share of its experts that is read."""
+    inside = block.block if block.routed else block  # None where it lies in a stack
+    of_experts = 0
+    if block.has_experts and inside is not None:
+        of_experts = tree_bytes((inside.experts.up_EDF, inside.experts.down_EFD))
+    return tree_bytes(block) - (1 - used) * of_experts
 
 
 def tree_bytes(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def read_loop(text: str, passes: list[float]) -> program.Step:
-    """One step of the compiled loop, routed blocks as often as `passes` says by depth. A token is drawn by temperature:
-    the two conditions of how to choose it are true without top-k and top-p."""
+def read_loop(text: str, passes: list[float], experts: list[float]) -> program.Step:
+    """One step of the compiled loop, routed blocks as often as `passes` says by depth, and as many experts a pass as
+    `experts` does. A token is drawn by temperature: the two conditions of how to choose it are true without top-k and
+    top-p."""
 
     def odds(source: str) -> float:
+        if block := re.search(rf"/block(\d+)/(?:.*/)?{SERVED}/while$", source):
+            return experts[int(block[1])]
         block = re.search(r"/block(\d+)/(?:cond|while)$", source)
         return passes[int(block[1])] if block else 1.0
 
@@ -205,8 +246,9 @@ def read_loop(text: str, passes: list[float]) -> program.Step:
 
 def _add_measures(report: dict[str, Any], product, mesh, compiled) -> None:
     """Adds what only a compiled program can tell: memory, FLOPs, traffic, and the estimate made from them."""
-    step = read_loop(compiled.text, report["passes"])
-    bypassed = read_loop(compiled.text, [0.0] * len(report["passes"]))
+    experts = report["experts"]["used"] if "experts" in report else []
+    step = read_loop(compiled.text, report["passes"], experts)
+    bypassed = read_loop(compiled.text, [0.0] * len(report["passes"]), experts)
     around_loop = program.read_step(compiled.text, ONE_CHIP, odds=lambda _: 0.0)
     report["memory"] |= {**compiled.memory, "needed": compiled.hbm_bytes}
     report["flops"] |= {
@@ -259,7 +301,7 @@ def describe(report: dict[str, Any]) -> str:
         changed_line(report),
         line(
             "size",
-            f"{report['layout']}, {report['parameters']:,} parameters, {size(memory['weights'])} as they are sampled "
+            f"{report['layout']}, {Parameters(**report['parameters'])}, {size(memory['weights'])} as they are sampled "
             f"from (matrices {report['dtype']}, the rest float32); a step is one token for "
             f"{count(report['batch'], 'row')} of up to {report['context']:,} positions; selection "
             f"{report['selection']}",
@@ -276,7 +318,8 @@ def describe(report: dict[str, Any]) -> str:
     if not report["compile"]["refused"]:
         lines += [
             memory_line(memory),
-            *([line("routed", _routed(report))] if report["selection"] != "none" else []),
+            *([line("routed", _routed(report))] if _has_routed(report) else []),
+            *([line("experts", _experts(report))] if "experts" in report else []),
             line(
                 "flops",
                 f"{flops['model']:.4g} a token by our count, caches full; {flops['compiled']:.4g} in the matrix "
@@ -293,13 +336,16 @@ def describe(report: dict[str, Any]) -> str:
 def _read(report: dict[str, Any]) -> str:
     read = report["read"]
     kept = ", since much stays on the chip from step to step" if read["compiled"] < read["weights"] else ""
-    bypassed = f", {size(read['compiled_bypassed'])} where no row enters a routed block"
+    bypassed = f", {size(read['compiled_bypassed'])} where no row enters a routed block" if _has_routed(report) else ""
     return (
         f"{size(read['weights'] + read['cache'])} a step by our count: weights {size(read['weights'])}, full caches "
-        f"{size(read['cache'])}. {size(read['compiled'])} to and from HBM in the compiled program{kept}"
-        f"{bypassed if report['selection'] != 'none' else ''}. {size(read['per_call'])} more around the loop: once a "
-        "generation, or once a token where text is streamed"
+        f"{size(read['cache'])}. {size(read['compiled'])} to and from HBM in the compiled program{kept}{bypassed}. "
+        f"{size(read['per_call'])} more around the loop: once a generation, or once a token where text is streamed"
     )
+
+
+def _has_routed(report: dict[str, Any]) -> bool:
+    return any(map(is_routed, report["layout"]))
 
 
 def _routed(report: dict[str, Any]) -> str:
@@ -307,6 +353,13 @@ def _routed(report: dict[str, Any]) -> str:
     kinds = sorted({(passes, rows) for kind, passes, rows in by_depth if is_routed(kind)})
     expected = " or ".join(f"{passes:.3g} passes of {count(rows, 'row')}" for passes, rows in kinds)
     return f"{expected} a block and step, expected if each row enters by chance, with the block's capacity"
+
+
+def _experts(report: dict[str, Any]) -> str:
+    used = " or ".join(f"{used:.3g}" for used in sorted({used for used in report["experts"]["used"] if used}))
+    return (
+        f"{used} of {report['experts']['count']} a block and pass, expected if all are used alike; no others are read"
+    )
 
 
 def _estimate(report: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from mod_jax.data.cache import cache_root
 from mod_jax.errors import ConfigError
 from mod_jax.models import flops
 from mod_jax.models.decoder import repeating_unit
+from mod_jax.models.flops import Parameters
 from mod_jax.planning import program, roofline, topology
 from mod_jax.planning.collectives import is_exchange, token_movers
 from mod_jax.planning.report import (
@@ -66,7 +67,7 @@ def make_report(config: Config, topology_name: str) -> dict[str, Any]:
         **describe_inputs(config, product, devices, dict(mesh.shape)),
         "program": "train",
         "notes": notes,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        "parameters": flops.count_parameters(config, task.model)._asdict(),
         "steps": num_steps,
         "rows": config.train.batch_size,
         "hosts": rows_by_host(mesh, config.train.batch_size),
@@ -213,7 +214,7 @@ def describe(report: dict[str, Any]) -> str:
         changed_line(report),
         line(
             "size",
-            f"{report['layout']}, {report['parameters']:,} parameters, with optimizer {size(memory['state'])} a chip; "
+            f"{report['layout']}, {Parameters(**report['parameters'])}, with optimizer {size(memory['state'])} a chip; "
             f"a step is {report['rows']:,} rows of {report['seq_len']:,} tokens",
         ),
         compiled_line(report),

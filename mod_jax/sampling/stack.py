@@ -31,7 +31,8 @@ class Stack:
     """A decoder with every block apart, so that decoding reads a weight where it lies.
 
     Where the platform wants it (see `tuning.stacks_weights`), what is inside routed blocks lies in `inside`: one stack
-    for each kind of block, in order of depth. The routed blocks then hold router and predictor alone.
+    for each kind of block, in order of depth. The routed blocks then hold router and predictor alone. Where it does
+    not, each expert's weights are apart too.
     """
 
     embedder: Embedder
@@ -55,7 +56,10 @@ class Stack:
         if kind not in self.inside:
             return self.blocks[depth].block
         index = self.kinds[:depth].count(kind)
-        return jax.tree.map(lambda stack: stack[index], self.inside[kind])
+        block = jax.tree.map(lambda stack: stack[index], self.inside[kind])
+        if block.has_experts:
+            block.experts.take_from(self.inside[kind].experts, index)
+        return block
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V] from the residual stream behind the last block."""
@@ -77,8 +81,12 @@ def split(decoder: Decoder, platform: str) -> Stack:
     if any(block.router.kind == "stochastic" for block in routed.values()):
         raise ConfigError("routing.score = 'stochastic' is a control for training: there is nothing to sample with")
     inside = {}
-    if tuning.stacks_weights(platform):
-        blocks = jax.tree.map(lambda weight: weight, blocks)  # copies: the decoder's own stay whole
+    blocks = jax.tree.map(lambda weight: weight, blocks)  # copies: the decoder's own stay whole
+    if not tuning.stacks_weights(platform):
+        for block in (block.block if block.routed else block for block in blocks):
+            if block.has_experts:
+                block.experts.take_apart()
+    else:
         for kind in {kinds[depth] for depth in routed}:
             same = [blocks[depth] for depth in routed if kinds[depth] == kind]
             weights = zip(*(jax.tree.leaves(block.block) for block in same), strict=True)

@@ -188,6 +188,7 @@ def about(run: Run) -> dict[str, Any]:
         "corpus_digest": run.corpus.digest,
         "tokenizer_digest": run.corpus.tokenizer.digest,
         "vocab_size": run.vocab_size,
+        "parameters": flops.count_parameters(run.config, run.task.model)._asdict(),
         "init_from": run.init_from,
         "mod_jax": mod_jax.__version__,
         "commit": commit(),
@@ -214,9 +215,7 @@ def write_config(run: Run) -> None:
 
 def describe(run: Run) -> str:
     """The run in a few lines: config, size, length, devices."""
-    params = run.abstract_state.params
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    embedding = sum(leaf.size for leaf in jax.tree.leaves(params["embedder"]))
+    embedding = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state.params["embedder"]))
     per_token = run.task.flops_per_step / run.task.units_per_step
     all_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_state))
     kinds = "".join(block.kind for block in run.config.blocks)
@@ -227,8 +226,8 @@ def describe(run: Run) -> str:
             *config_lib.describe(run.config),
             *textwrap.wrap(f"changed   {changed}", 118, subsequent_indent=" " * 10, break_on_hyphens=False),
             f"identity  {config_lib.fingerprint(run.config)}, a fingerprint of every key that affects what is learned",
-            f"size      {kinds}, {count:,} parameters ({embedding:,} in embeddings of {run.vocab_size:,} ids), "
-            f"with optimizer {all_bytes / 2**20:,.1f} MiB over all devices",
+            f"size      {kinds}, {flops.count_parameters(run.config, run.task.model)} ({embedding:,} in embeddings of "
+            f"{run.vocab_size:,} ids), with optimizer {all_bytes / 2**20:,.1f} MiB over all devices",
             f"length    {run.num_steps:,} steps, {run.num_steps * run.task.units_per_step:,} tokens, "
             f"{run.num_steps * run.task.flops_per_step:.3g} training FLOPs ({per_token:.3g} per token)",
             f"devices   {run.mesh.size} of {jax.device_count()} x {jax.devices()[0].device_kind} ({mesh}), "

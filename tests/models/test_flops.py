@@ -210,3 +210,25 @@ def test_decoding_a_row_costs_what_its_prefill_does(tiny_config):
     config = tiny_config(**{"model.layout": "F"})
     decoded = sum(flops.decode_flops(config, 64, (t,) * 4).total for t in range(1, 17))
     assert decoded == flops.forward_flops(config, 64, causal_half=True).total
+
+
+def test_active_parameters_by_hand():
+    """Of experts of 2 * 8 * 16 = 256 weights, two blocks; the rest is active whatever the capacity of its block."""
+
+    def count(**experts):
+        config = hand(**{"model.layout": "Ee", "experts.count": 4, **experts})
+        return flops.count_parameters(config, make_model(config, 100))
+
+    found = count()
+    model = make_model(hand(**{"model.layout": "Ee", "experts.count": 4}), 100)
+    assert found.total == sum(leaf.size for leaf in jax.tree.leaves(model.abstract_params))
+    assert found.active == found.total - 2 * 3 * 256
+    assert str(found) == f"{found.total:,} parameters, {found.active:,} active"
+    assert count(**{"experts.chosen": 2}).active == found.total - 2 * 2 * 256
+    integrated = count(**{"experts.noop": 4})  # half of the tokens pass one; its router has 8 more columns of 8
+    assert integrated.total == found.total + 2 * 4 * 8
+    assert integrated.active == integrated.total - 2 * 3.5 * 256
+    assert count(**{"experts.choice": "expert", "experts.capacity": 0.5}).active == found.total - 2 * 3.5 * 256
+    dense = flops.count_parameters(hand(), make_model(hand(), 100))
+    assert dense.total == dense.active
+    assert str(dense) == f"{dense.total:,} parameters"

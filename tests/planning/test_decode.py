@@ -27,10 +27,16 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("num_rows", [1, 4])
-def test_what_is_planned_is_what_the_sampler_runs(build, monkeypatch, num_rows):
+EXPERTS = {"model.layout": "Ee", "model.depth": 2, "experts.count": 4}
+CHOOSING = {**EXPERTS, "experts.choice": "expert", "experts.capacity": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "changes"), [(1, {}), (4, {}), (1, EXPERTS), pytest.param(4, CHOOSING, marks=pytest.mark.slow)]
+)
+def test_what_is_planned_is_what_the_sampler_runs(build, monkeypatch, num_rows, changes):
     """The loop that a sampler runs here, word for word, if the plan is for a CPU."""
-    model = build(**{"model.vocab_size": ByteTokenizer().vocab_size, "model.dtype": "bfloat16"})
+    model = build(**{"model.vocab_size": ByteTokenizer().vocab_size, "model.dtype": "bfloat16", **changes})
     sampler, programs = sampling.Sampler(model), []
     advance = sampler._advance
 
@@ -74,11 +80,40 @@ def test_bytes_read_by_hand():
     block = 4 * (4 * 16 * 16 + 2 * 16 * 64 + 2 * 16 + 2 * 8)
     heads = 4 * (16 + 16 * 32 + 32 + 32 + 1)  # router; predictor of 32 hidden units
     outside = 4 * (16 * 64 + 16)  # unembedding, final norm; of the table B rows alone
-    read = plan.bytes_read(config, stack, 4, (64, 24), [1.0, 0.5], [4, 2])
+    read = plan.bytes_read(config, stack, 4, (64, 24), [1.0, 0.5], [4, 2], [0.0, 0.0])
     assert read["weights"] == outside + block + heads + 0.5 * block
     # Keys and values of 2 heads of 8 in float32, for 4 rows of 64 slots; half a pass of 2 rows of 24 slots; each slot
     # with its position, each row with its length.
     assert read["cache"] == sum(rows * (slots * (2 * 2 * 8 * 4 + 4) + 4) for rows, slots in ((4, 64), (0.5 * 2, 24)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "depth", "rows", "passes", "used"),
+    [
+        ({}, 0, 1, 1.0, 1.0),  # a token has one expert
+        ({}, 0, 2, 1.0, 1.75),  # 4 * (1 - (3/4)^2)
+        ({}, 1, 4, 0.5, 1.75),  # a quarter of 4 rows enter, in half a pass: 2 tokens in a pass
+        ({"experts.noop": 4}, 0, 1, 1.0, 0.5),  # or no-op
+        ({"experts.chosen": 2}, 0, 1, 1.0, 2.0),
+        ({"experts.choice": "expert", "experts.capacity": 0.5}, 0, 1, 1.0, 0.5),
+        ({"experts.choice": "expert", "experts.capacity": 4.0}, 0, 3, 1.0, 4.0),  # all
+        ({"model.layout": "F"}, 0, 1, 1.0, 0.0),
+    ],
+)
+def test_expected_experts(changes, depth, rows, passes, used):
+    config = make_config(**{**CHANGES, **EXPERTS, **changes})
+    assert plan.expected_experts(config, depth, rows, passes) == pytest.approx(used)
+
+
+def test_bytes_read_of_experts_are_those_of_the_ones_that_are_used():
+    """As above; an expert has two matrices of 16 x 64, float32, and its router one of 16 x 4."""
+    config = make_config(**{**CHANGES, **EXPERTS})
+    model = make_model(config, 64)
+    stack = jax.eval_shape(functools.partial(plan.serving_stack, config, model, platform="tpu"), model.abstract_params)
+    expert, rest = 4 * 2 * 16 * 64, 4 * (4 * 16 * 16 + 16 * 4 + 2 * 16 + 2 * 8)
+    heads, outside = 4 * (16 + 16 * 32 + 32 + 32 + 1), 4 * (16 * 64 + 16)
+    read = plan.bytes_read(config, stack, 4, (64, 24), [1.0, 0.5], [4, 2], [3.0, 1.5])
+    assert read["weights"] == outside + heads + rest + 3 * expert + 0.5 * (rest + 1.5 * expert)
 
 
 # The report, with this machine's devices in the place of a slice.
@@ -108,7 +143,7 @@ def test_a_report(report):
     memory = found["memory"]
     assert memory["needed"] == memory["argument"] + memory["temp"] + memory["output"] - memory["alias"]
     assert memory["argument"] >= memory["weights"] + memory["cache"]
-    assert memory["loading"] == 4 * found["parameters"] + memory["weights"]
+    assert memory["loading"] == 4 * found["parameters"]["total"] + memory["weights"]
     assert memory["cache"] < 0.8 * memory["dense_cache"]
     assert found["estimate"]["tokens_per_second"] == pytest.approx(6 / found["estimate"]["seconds"])
     assert found["fits"]
@@ -147,6 +182,20 @@ def test_a_dense_model_has_no_routed_line(report):
 def test_a_context_is_rounded_up_as_the_sampler_does(report):
     found = report(context=33)
     assert (found["context"], found["notes"][1:]) == (64, ["--context=33 is rounded up to 64, as the sampler does"])
+
+
+def test_a_plan_of_experts_says_how_many_are_read(report):
+    found = json.loads(json.dumps(report(batch=1, **EXPERTS)))
+    assert found["experts"] == {"count": 4, "used": [1.0, 1.0]}
+    text = " ".join(plan.describe(found).split())
+    assert "experts 1 of 4 a block and pass, expected if all are used alike; no others are read" in text
+    assert "routed 0.25 passes of 1 row" in text
+    total, active = found["parameters"]["total"], found["parameters"]["active"]
+    assert total - active == 2 * 3 * 2 * 16 * 64  # 3 of 4 experts of two blocks, each of two matrices
+    assert f"Ee, {total:,} parameters, {active:,} active" in text
+    text = plan.describe(report(batch=1, **EXPERTS | {"model.layout": "E", "model.depth": 1}))
+    assert "selection all" in " ".join(text.split())
+    assert "\nrouted" not in text
 
 
 @pytest.mark.parametrize(
@@ -200,7 +249,7 @@ def test_the_compiled_loop_of_a_chip(tmp_path, batch):
     traced, _ = plan.trace_decoding(config, "predictor", batch, 64, mesh.devices[0])
     compiled = topology.compile_for(traced.lower(), product, mesh, tmp_path / "plans")
     assert compiled.cached
-    often, never = (plan.read_loop(compiled.text, [passes] * 4) for passes in (1.0, 0.0))
+    often, never = (plan.read_loop(compiled.text, [passes] * 4, []) for passes in (1.0, 0.0))
     assert often.unknown_loops == never.unknown_loops == 0
     assert often.hbm_bytes > never.hbm_bytes
     assert often.moved == ()
@@ -220,3 +269,21 @@ def test_a_chip_fetches_no_weights_of_a_block_that_no_row_enters(tmp_path, batch
     full_blocks = 8 * 2 * (4 * 2048**2 + 2 * 2048 * 8192)  # the routed ones are as large
     assert read["compiled_bypassed"] < 1.25 * full_blocks
     assert read["compiled"] < 1.1 * (read["weights"] + read["cache"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_chip_reads_only_the_experts_that_are_used(tmp_path, batch):
+    """Of eight, in full blocks and in routed ones, whose weights lie in one stack: a slice of it would be copied."""
+    pytest.importorskip("libtpu")
+    config = make_config(
+        **CHANGES
+        | {"model.width": 1024, "model.num_heads": 8, "model.layout": "Ee", "model.depth": 4, "experts.count": 8}
+        | {"model.dtype": "bfloat16", "data.cache_dir": str(tmp_path)}
+    )
+    read = plan.make_report(config, "v5e:1x1", batch)["read"]
+    by_count = read["weights"] + read["cache"]
+    one_expert = 2 * 2 * 1024 * 4096
+    attention = 2 * 4 * 1024**2  # of routed blocks it fits on the chip, and is fetched ahead of the branch
+    assert read["compiled"] < 1.1 * by_count + 2 * attention
+    assert 2 * attention < 2 * one_expert < 0.5 * by_count  # one more per block would be seen

@@ -115,9 +115,9 @@ def test_a_report(report):
     memory = found["memory"]
     assert memory["needed"] == memory["argument"] + memory["temp"] + memory["output"] - memory["alias"]
     # The state of four devices: three float32 per parameter, a few of which are too small to be split.
-    assert found["parameters"] * 12 / 4 < memory["state"] < found["parameters"] * 12 / 2
+    assert found["parameters"]["total"] * 12 / 4 < memory["state"] < found["parameters"]["total"] * 12 / 2
     assert memory["state"] <= memory["argument"]
-    assert 0 <= memory["whole_state"] - found["parameters"] * 12 < 100  # counters
+    assert 0 <= memory["whole_state"] - found["parameters"]["total"] * 12 < 100  # counters
     assert found["flops"]["compiled"] == pytest.approx(found["flops"]["model"], rel=0.01)
     assert found["flops"]["compiled_loops_once"] < found["flops"]["model"]
     assert {tuple(entry["axes"]) for entry in found["collectives"]} == {("fsdp",)}
