@@ -13,13 +13,13 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib import cm, collections, colors, font_manager
+from matplotlib import cm, colors
 from matplotlib.figure import Figure
 
 from mod_jax.analysis.routing_stats import HEALTHY_UPDATE_RATIO, NUM_DECILES
+from mod_jax.analysis.text_map import FAINT, INK, MUTED, TITLE, TextMap
 from mod_jax.paths import as_folder, make_folder
 
-INK, MUTED, FAINT = "#222222", "#767676", "#d6d6d6"
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MARKERS = ("o", "s", "^", "D")
@@ -54,10 +54,7 @@ _STYLE = {
     "lines.linewidth": 1.6,
     "lines.markersize": 5,
 }
-_TITLE = dict(fontsize=11, fontweight="bold")
 styled = matplotlib.rc_context(_STYLE)  # decorates each function that draws
-
-_VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "↵"}
 
 
 def add_caption(fig: Figure, text: str) -> None:
@@ -170,58 +167,26 @@ def routed_token_map(
     compared; default that of the weights shown.
     """
     selected_LT = np.asarray(selected_LT, bool)
-    single = all(len(piece) <= 1 for piece in pieces)
-    columns = columns or (64 if single else 96)
-    pieces = [_visible(piece)[:columns] for piece in pieces]
-    line_T, start_T = _wrap([len(piece) for piece in pieces], columns)
-    num_lines = int(line_T[-1]) + 1 if pieces else 0
-
-    text_height, line_height = 1.25, 2 + len(depths)  # in rows of cells; the rest of the 2 is the gap below
-    pitch, row = 0.12 if single else 0.0867, 0.14  # inches per character and per row: whole pixels at save's dpi
-    left, right, header, footer = 0.72, 0.55, 0.62, 0.22
-    width = left + columns * pitch + right
-    height = header + num_lines * line_height * row + footer
-    fig = Figure(figsize=(width, height), layout="none")
-    ax = fig.add_axes((left / width, footer / height, columns * pitch / width, 1 - (header + footer) / height))
-    ax.set(xlim=(0, columns), ylim=(num_lines * line_height, 0))
-    ax.axis("off")
-
+    about = f"{selection_name(selection)} selection, {len(pieces)} tokens"
+    about += f", capacity {capacity:.1%}" if capacity else ""
+    text = TextMap(pieces, len(depths), "Where each routed block computes", columns)
+    text.write(f"{about}. Box: selected, line: bypassed", ~selected_LT.any(axis=0))
     palette = block_colours(depths)
     if weights_LT is not None:
         weights_LT = np.asarray(weights_LT, np.float64)
         norm, cmap = _weight_scale(*(weight_range or range_of_weights(weights_LT[selected_LT])))
-    boxes, fills = [], []
-    for t, piece in enumerate(pieces):
-        y_text = line_T[t] * line_height + text_height / 2
-        for i, character in enumerate(piece):
-            quiet = character in _VISIBLE.values() or not selected_LT[:, t].any()
-            style = dict(family="DejaVu Sans Mono", fontsize=9.5, color="#a3a3a3" if quiet else INK, parse_math=False)
-            ax.text(start_T[t] + i + 0.5, y_text, character, ha="center", va="center", **style)
-        x0, x1 = start_T[t] + 0.07, start_T[t] + len(piece) - 0.07
+    for t in range(len(pieces)):
         for block, selected in enumerate(selected_LT[:, t]):
-            y, half = y_text + text_height / 2 + block + 0.5, 0.43 if selected else 0.055
-            boxes.append([(x0, y - half), (x1, y - half), (x1, y + half), (x0, y + half)])
             by_weight = selected and weights_LT is not None
-            fills.append(cmap(norm(weights_LT[block, t])) if by_weight else palette[block] if selected else FAINT)
-    ax.add_collection(collections.PolyCollection(boxes, facecolors=fills, linewidths=0))
-
-    small = dict(va="center", fontsize=7.5, color=MUTED)
-    for line in range(num_lines):
-        for block, depth in enumerate(depths):
-            y = line * line_height + text_height + block + 0.5
-            ax.text(-0.8, y, f"block {depth}", ha="right", **small)
-            if line == 0:
-                ax.text(columns + 0.8, y, f"{selected_LT[block].mean():.1%}", ha="left", **small)
-    about = f"{_name(selection)} selection, {len(pieces)} tokens"
-    about += f", capacity {capacity:.1%}" if capacity else ""
-    fig.text(0.1 / width, 1 - 0.12 / height, "Where each routed block computes", va="top", **_TITLE)
-    fig.text(0.1 / width, 1 - 0.34 / height, f"{about}. Box: selected, line: bypassed", va="top", color=MUTED)
+            fill = cmap(norm(weights_LT[block, t])) if by_weight else palette[block] if selected else FAINT
+            text.add_cell(t, block, fill, is_box=selected)
+    text.finish([f"block {depth}" for depth in depths], [f"{block.mean():.1%}" for block in selected_LT])
     if weights_LT is not None:
-        bar = fig.add_axes((1 - (right + 1.5) / width, 1 - 0.25 / height, 1.5 / width, 0.09 / height))
-        fig.colorbar(cm.ScalarMappable(norm, cmap), cax=bar, orientation="horizontal").outline.set_visible(False)
+        bar = text.header_axes(1.5)
+        text.fig.colorbar(cm.ScalarMappable(norm, cmap), cax=bar, orientation="horizontal").outline.set_visible(False)
         bar.tick_params(labelsize=7.5, length=2)
         bar.set_ylabel("gate weight ", rotation=0, ha="right", va="center", fontsize=8, color=MUTED)
-    return fig
+    return text.fig
 
 
 @styled
@@ -248,7 +213,7 @@ def score_histograms(scores_per_block, cutoffs, depths: Sequence[int], selected,
         ax.set(xlabel="router score", ylabel="tokens")
         ax.grid(False, axis="x")
         ax.legend(fontsize=8, handlelength=1.4)
-    add_title(fig, f"Router scores under {_name(selection)} selection")
+    add_title(fig, f"Router scores under {selection_name(selection)} selection")
     return fig
 
 
@@ -266,7 +231,7 @@ def routing_by_position(share_L10, depths: Sequence[int], selection: str = "topk
         xlabel="position in the row, %", ylabel="share of selected tokens, %", xlim=(0, 100), xticks=range(0, 101, 10)
     )
     ax.set_ylim(0, max(20.0, 110 * np.nanmax(share_L10)))
-    add_title(fig, f"Selected tokens by position under {_name(selection)} selection")
+    add_title(fig, f"Selected tokens by position under {selection_name(selection)} selection")
     _legend_at_right(ax)
     return fig
 
@@ -327,31 +292,12 @@ def _add_cost_axis(ax, rows: Sequence[dict[str, Any]]) -> None:
 
 def add_title(fig: Figure, text: str) -> None:
     """The figure's title, above it on the left."""
-    fig.suptitle(text, x=0.01, ha="left", **_TITLE)
+    fig.suptitle(text, x=0.01, ha="left", **TITLE)
 
 
 def _legend_at_right(ax) -> None:
     if ax.get_legend_handles_labels()[0]:
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-
-def _visible(piece: str) -> str:
-    """The piece with white space shown, and characters that the font lacks as a box."""
-    known = font_manager.get_font(font_manager.findfont("DejaVu Sans Mono")).get_char_index
-    shown = (_VISIBLE.get(character, character) for character in piece)
-    return "".join(c if c.isprintable() and known(ord(c)) else "□" for c in shown) or "□"
-
-
-def _wrap(widths: Sequence[int], columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Line and first column of each token, filling lines of `columns` characters without splitting a token."""
-    lines, starts, line, start = [], [], 0, 0
-    for width in widths:
-        if start + width > columns:
-            line, start = line + 1, 0
-        lines.append(line)
-        starts.append(start)
-        start += width
-    return np.array(lines), np.array(starts)
 
 
 def range_of_weights(weights: np.ndarray) -> tuple[float, float]:
@@ -369,5 +315,5 @@ def _weight_scale(low: float, high: float):
     return colors.Normalize(0, high or 1.0), colors.LinearSegmentedColormap.from_list("weight", ramp)
 
 
-def _name(selection: str) -> str:
+def selection_name(selection: str) -> str:
     return selection.replace("topk", "top-k")

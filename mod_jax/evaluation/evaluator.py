@@ -15,13 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from mod_jax.analysis.expert_stats import ExpertPositions, load_statistics
+from mod_jax.analysis.report import Seen
 from mod_jax.analysis.routing_stats import RoutingStats, block_name
 from mod_jax.config import Config
 from mod_jax.data.batches import MODEL_INPUTS, Batch, bits_per_byte, eval_batches
 from mod_jax.data.corpus import Corpus
 from mod_jax.errors import CausalityError, NumericsError
 from mod_jax.models import flops
-from mod_jax.models.blocks import RoutingRecord, decide
+from mod_jax.models.blocks import decide
 from mod_jax.models.model import Model, Weights
 from mod_jax.sharding import local_rows, put_batch, replicated
 from mod_jax.training.losses import next_token_sums
@@ -64,7 +66,7 @@ class Evaluator:
         self._selections_proven_causal: set[str] = set()
 
     def evaluate(self, weights: Weights) -> dict[str, float]:
-        """Returns `eval/` metrics, and `routing/` metrics per routed block.
+        """Returns `eval/` metrics, `routing/` metrics per routed block, and `experts/` metrics per block with experts.
 
         Every run has a top-k loss; what else there is depends on the causal selections that it was trained for.
 
@@ -76,10 +78,12 @@ class Evaluator:
         """
         depths, selections = self._config.routed_depths, self._config.causal_selections
         stats = {s: RoutingStats(depths) for s in ("topk", *selections)}
-        topk = self._loss(weights, "topk", stats)
+        places = ExpertPositions(self._config.expert_depths, self._config.experts.count)
+        topk = self._loss(weights, "topk", stats, places)
         metrics = {"eval/topk_loss": topk.loss, "eval/topk_bits_per_byte": topk.bits_per_byte}
         metrics |= self._spent("topk", self._selection_flops("topk", None, topk)) | self._of_experts("topk", topk)
         metrics |= self._spent("dense", flops.dense_flops(self._config, self._model.vocab_size))
+        metrics |= places.metrics()
         metrics |= stats["topk"].metrics("topk") | _by_block(depths, "update_ratio/topk", topk.update_ratio_L)
         for selection in selections:
             self.check_causal(weights, selection)
@@ -131,27 +135,40 @@ class Evaluator:
         )
         return float(jnp.max(jnp.abs(first - second)))
 
-    def records(self, weights: Weights) -> tuple[list[str], dict[str, RoutingRecord]]:
-        """The first held-out row as text pieces, and its batch's routing under each selection (NumPy, [L, B, T])."""
-        if not self._config.num_routed:
-            return [], {}
-        selections = ("topk", *self._config.causal_selections)
-        batch = self._put(self.batches[0])
-        records = {s: jax.device_get(self._score(weights, batch, 0, selection=s)[1]) for s in selections}
-        pieces = [self._tokenizer.decode([i]).decode("utf-8", "replace") for i in self.batches[0]["tokens_BT"][0]]
-        return pieces, records
+    def records(self, weights: Weights) -> Seen:
+        """What routing did in the first held-out batch, under each selection."""
+        config, batch = self._config, self.batches[0]
+        ids = np.unique(batch["tokens_BT"])
+        texts = {int(i): self._tokenizer.decode([int(i)]).decode("utf-8", "replace") for i in ids}
+        routing, experts = {}, {}
+        if config.num_routed or config.expert_depths:
+            for selection in ("topk", *config.causal_selections):
+                _, record, _, done = self._score(weights, self._put(batch), 0, selection=selection)
+                if record is not None:
+                    routing[selection] = jax.device_get(record)
+                if done is not None:
+                    experts[selection] = jax.device_get(done.of_tokens)
+        return Seen(batch["tokens_BT"], batch["segment_ids_BT"] > 0, texts, routing, experts)
 
-    def _loss(self, weights: Weights, selection: str, stats: dict[str, RoutingStats] | None = None) -> _Pass:
-        """One pass over all windows. Under top-k, fills the statistics of each selection."""
+    def _loss(
+        self,
+        weights: Weights,
+        selection: str,
+        stats: dict[str, RoutingStats] | None = None,
+        places: ExpertPositions | None = None,
+    ) -> _Pass:
+        """One pass over all windows. Under top-k, fills the statistics of each selection, and those of experts."""
         nats = tokens = num_bytes = 0
         selected_L, update_L, residual_L = np.zeros((3, self._config.num_routed))
         experts = None
         for index, batch in enumerate(self.batches):
             batch_nats, record, decided, done = self._score(weights, self._put(batch), index, selection=selection)
-            if done is not None:
-                done = jax.tree.map(np.float64, jax.device_get(done))
-                experts = done if experts is None else jax.tree.map(np.add, experts, done)
             valid_BT = batch["segment_ids_BT"] > 0
+            if done is not None:
+                sums = jax.tree.map(np.float64, jax.device_get(expert_sums(done)))
+                experts = sums if experts is None else jax.tree.map(np.add, experts, sums)
+                if places is not None:
+                    places.update(*jax.device_get(done.of_tokens), valid_BT)
             nats += float(batch_nats)
             tokens += int(valid_BT.sum())
             num_bytes += int(batch["target_bytes_BT"][valid_BT].sum())
@@ -185,12 +202,16 @@ class Evaluator:
     def _of_experts(self, selection: str, made: _Pass) -> dict[str, float]:
         if made.experts is None:
             return {}
-        measured = expert_metrics(made.experts, self._config.experts.count)
-        return {
-            f"experts/{block_name(depth)}/{name.removeprefix('experts/')}/{selection}": float(value)
-            for name, values_L in measured.items()
-            for depth, value in zip(self._config.expert_depths, values_L, strict=True)
-        }
+        num_experts = self._config.experts.count
+        measured = expert_metrics(made.experts, num_experts)
+        load_LN = np.asarray(measured.pop("experts/load"))
+        metrics = {}
+        for i, depth in enumerate(self._config.expert_depths):
+            values = {name.removeprefix("experts/"): float(values_L[i]) for name, values_L in measured.items()}
+            values |= load_statistics(load_LN[i], num_experts)
+            values |= {f"load/{n}": float(load) for n, load in enumerate(load_LN[i])}
+            metrics |= {f"experts/{block_name(depth)}/{name}/{selection}": value for name, value in values.items()}
+        return metrics
 
     def _spent(self, name: str, forward: flops.Flops) -> dict[str, float]:
         return {f"eval/forward_flops_per_token/{name}": forward.total / self._config.data.seq_len}
@@ -207,7 +228,7 @@ class Evaluator:
         return decoder, x_BTD, record
 
     def _score_batch(self, weights: Weights, batch: dict[str, jax.Array], index: jax.Array, *, selection: str):
-        """(summed nats; routing record; what each causal selection would decide along the way; sums of experts)."""
+        """(summed nats; routing record; what each causal selection would decide along the way; what experts did)."""
         decoder, x_BTD, (record, experts) = self._features(weights, batch, index, selection)
         weights_BT = (batch["segment_ids_BT"] > 0).astype(jnp.float32)
         weight_DV, chunk = decoder.embedder.output_weight(), self._config.train.loss_chunk
@@ -216,7 +237,7 @@ class Evaluator:
             name: decide(name, record.router_logits_BT, record.predictor_logits_BT, weights.cutoffs_L[:, None, None])
             for name in (self._config.causal_selections if record is not None else ())
         }
-        return nats, record, decided, expert_sums(experts)
+        return nats, record, decided, experts
 
     def _prefix_logits(self, weights: Weights, batch: dict[str, jax.Array], *, selection: str) -> jax.Array:
         half = batch["tokens_BT"].shape[1] // 2

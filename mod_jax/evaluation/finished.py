@@ -96,7 +96,8 @@ def evaluate_run(
     lines += gate_lines(model, evaluator)
     metrics = evaluator.evaluate(model.weights)
     as_trained = [s for s in model.config.causal_selections if s != "threshold" or capacity is None]
-    lines += [*tables.loss_table(metrics), *tables.calibration_table(metrics), *tables.warnings(metrics, as_trained)]
+    lines += [*tables.loss_table(metrics), *tables.calibration_table(metrics), *tables.expert_table(metrics)]
+    lines += tables.warnings(metrics, as_trained)
     if why_not := why_not_sampled(model.config):
         lines.append(f"no cached path to compare with: {why_not}")
     else:

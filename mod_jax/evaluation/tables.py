@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mod_jax.analysis.expert_stats import DEAD_LOAD, LOAD_STATISTICS
 from mod_jax.analysis.routing_stats import FAR_FROM_CAPACITY, HEALTHY_UPDATE_RATIO, capacities, capacity_error
 
 Metrics = Mapping[str, Any]
@@ -105,10 +106,28 @@ def calibration_table(metrics: Metrics) -> list[str]:
     return lines if len(lines) > 1 else []
 
 
+def expert_table(metrics: Metrics) -> list[str]:
+    """One line per block with experts and selection: tokens that experts computed on, claims that they dropped, and
+    how evenly they were chosen (see `expert_stats.load_statistics`)."""
+    names = ("computed", "dropped", *LOAD_STATISTICS)
+    titles = ("computed", "dropped", "entropy", "smallest load", "dead")
+    lines = [f"{'experts':<9}{'selection':<15}" + "".join(f"{title:>{len(title) + 3}}" for title in titles)]
+    for key in metrics:
+        if found := re.fullmatch(r"experts/(block\d+)/dead/(\w+)", key):
+            values = [metrics[f"experts/{found[1]}/{name}/{found[2]}"] for name in names]
+            forms = (".1%", ".1%", ".3f", ".2f", ".0f")
+            cells = zip(values, forms, titles, strict=True)
+            numbers = "".join(f"{format(value, form):>{len(title) + 3}}" for value, form, title in cells)
+            name = found[2].replace("topk", "training rule")
+            lines.append(f"{found[1]:<9}{name:<15}{numbers}")
+    return lines if len(lines) > 1 else []
+
+
 def warnings(metrics: Metrics, selections: Sequence[str] | None = None) -> list[str]:
     """What a person should know before relying on this evaluation; nothing where all is well.
 
-    A causal selection that routes far from what top-k keeps, and a routed block whose update is out of proportion.
+    A causal selection that routes far from what top-k keeps, a routed block whose update is out of proportion, and
+    experts that nobody chooses.
 
     Args:
       selections: those to speak of; None for all that were evaluated.
@@ -129,4 +148,8 @@ def warnings(metrics: Metrics, selections: Sequence[str] | None = None) -> list[
         if (found := re.fullmatch(r"routing/(block\d+)/update_ratio/topk", key)) and not low <= ratio <= high:
             meaning = "it drowns the other blocks" if ratio > high else "it is dead, and what it computes is lost"
             lines.append(f"WARNING {found[1]}: update/residual norm {ratio:.3g} ({meaning})")
+    for key, dead in metrics.items():
+        if (found := re.fullmatch(r"experts/(block\d+)/dead/topk", key)) and dead >= 1:
+            few = f"less than {DEAD_LOAD:.0%} of an even load"
+            lines.append(f"WARNING {found[1]}: {dead:.0f} experts are dead ({few}), and their parameters are lost")
     return lines

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import tqdm
 
+from mod_jax.analysis.expert_stats import DEAD_LOAD
 from mod_jax.analysis.routing_stats import HEALTHY_UPDATE_RATIO
 from mod_jax.tuning import Peak
 
@@ -85,11 +86,27 @@ def format_line(step: int, total_steps: int, metrics: dict[str, Any], peak: Peak
         block, ratio = max(ratios.items(), key=lambda item: _distance_from_health(item[1]))
         alarm = "" if HEALTHY_UPDATE_RATIO[0] <= ratio <= HEALTHY_UPDATE_RATIO[1] else " (!)"
         parts.append(f"update/residual {ratio:.2g} in {block}{alarm}")
+    parts += _experts(metrics)
     return "  ".join(parts)
 
 
-def _per_block(metrics: dict[str, Any], name: str) -> dict[str, float]:
-    pattern = re.compile(rf"routing/(block\d+)/{name}")
+def _experts(metrics: dict[str, Any]) -> list[str]:
+    """The means over blocks with experts, and the block whose least wanted expert is wanted least."""
+    computed, dropped, smallest = (
+        _per_block(metrics, name, "experts") for name in ("computed", "dropped", "smallest_load")
+    )
+    if not computed:
+        return []
+    block, load = min(smallest.items(), key=lambda item: item[1])
+    alarm = " (!)" if load < DEAD_LOAD else ""
+    mean = {"experts": computed, "dropped": dropped}
+    return [f"{name} {np.mean(list(values.values())):.1%}" for name, values in mean.items()] + [
+        f"smallest load {load:.2g} in {block}{alarm}"
+    ]
+
+
+def _per_block(metrics: dict[str, Any], name: str, group: str = "routing") -> dict[str, float]:
+    pattern = re.compile(rf"{group}/(block\d+)/{name}")
     return {match[1]: float(value) for key, value in metrics.items() if (match := pattern.fullmatch(key))}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mod_jax.analysis.expert_stats import load_statistics
 from mod_jax.analysis.routing_stats import block_name
 from mod_jax.config import Config
 
@@ -32,7 +33,8 @@ class Interval:
         return {"steps": self.steps, "skipped": self._skipped, "learning_rate": learning_rate, "sums": sums}
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Takes the metrics of one step: scalars, and [L] arrays per routed block, or per block with experts."""
+        """Takes the metrics of one step: scalars; [L] arrays per routed block, or per block with experts; and the loads
+        of the latter, [L, N]."""
         finite, none_so_far = bool(metrics["train/finite"]), self._skipped == self.steps
         values = {name: np.asarray(value, np.float64) for name, value in metrics.items() if name not in _NOT_AVERAGED}
         if finite and none_so_far:
@@ -44,14 +46,17 @@ class Interval:
         self._learning_rate = float(metrics["train/learning_rate"])
 
     def means(self, config: Config) -> dict[str, float]:
-        """The row: means over the steps, per-block arrays by block name; the learning rate of the last step."""
+        """The row: means over the steps, per-block arrays by block name; of loads, what their means say; the learning
+        rate of the last step."""
         metrics = {"train/skipped_steps": self._skipped, "train/learning_rate": self._learning_rate}
         for name, total in self._sums.items():
             mean = total / (self.steps - self._skipped or self.steps)
-            if mean.ndim:
-                group, leaf = name.split("/")
-                depths = config.expert_depths if group == "experts" else config.routed_depths
-                metrics |= {f"{group}/{block_name(d)}/{leaf}": float(v) for d, v in zip(depths, mean, strict=True)}
-            else:
+            if not mean.ndim:
                 metrics[name] = float(mean)
+                continue
+            group, leaf = name.split("/")
+            depths = config.expert_depths if group == "experts" else config.routed_depths
+            for depth, value in zip(depths, mean, strict=True):
+                values = {leaf: float(value)} if not value.ndim else load_statistics(value, config.experts.count)
+                metrics |= {f"{group}/{block_name(depth)}/{leaf}": number for leaf, number in values.items()}
         return metrics

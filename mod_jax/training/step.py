@@ -5,7 +5,6 @@ Randomness is `fold_in(seed, step)`; the learning rate is a function of the step
 T positions, L routed blocks.
 """
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -243,19 +242,15 @@ def expert_sums(record: ExpertRecord | None) -> ExpertSums | None:
 
 
 def expert_metrics(sums: ExpertSums, num_experts: int) -> dict[str, jax.Array]:
-    """`experts/` metrics, [L] each, from sums over tokens.
+    """`experts/` metrics per block with experts, from sums over tokens.
 
-    `load_entropy` is that of the shares of all choices, 1 where they are even. `smallest_load` is the share of the
-    least wanted expert, 1 where it has its even share; 0 says that it is dead. `dropped` is a fraction of the claims
-    of experts, `computed` of the tokens.
+    `load` [L, N] is what each choice was claimed, 1 where all are claimed alike (`expert_stats.load_statistics` says
+    what that means). `dropped` [L] is a fraction of the claims of experts, `computed` [L] of the tokens.
     """
-    share_LN = sums.load_LN / jnp.maximum(jnp.sum(sums.load_LN, axis=1, keepdims=True), 1.0)
-    num_choices = share_LN.shape[1]
-    entropy_L = -jnp.sum(share_LN * jnp.log(jnp.maximum(share_LN, 1e-30)), axis=1)
     claims_L = jnp.sum(sums.load_LN[:, :num_experts], axis=1)
+    all_claims_L1 = jnp.maximum(jnp.sum(sums.load_LN, axis=1, keepdims=True), 1.0)
     return {
-        "experts/load_entropy": entropy_L / math.log(num_choices) if num_choices > 1 else jnp.ones_like(entropy_L),
-        "experts/smallest_load": num_choices * jnp.min(share_LN[:, :num_experts], axis=1),
+        "experts/load": sums.load_LN * sums.load_LN.shape[1] / all_claims_L1,
         "experts/dropped": sums.dropped_L / jnp.maximum(claims_L, 1.0),
         "experts/computed": sums.computed_L / jnp.maximum(sums.tokens_L, 1.0),
     }

@@ -125,7 +125,7 @@ class Watch:
         """Draws the report. Returns the row of the last evaluation; {} outside process 0, which alone has the rows."""
         self.flush()
         self._writer.flush()
-        pieces, records = evaluator.records(state.weights)
+        seen = evaluator.records(state.weights)
         rows = []
         if jax.process_index() == 0:
             rows = read_metrics(workdir / "metrics.jsonl")
@@ -135,7 +135,7 @@ class Watch:
             )
             cutoffs_L = jax.device_get(state.cutoffs_L)
             with writing(workdir / "report"):
-                write_report(workdir / "report", rows, pieces, records, cutoffs_L, self._config, caption)
+                write_report(workdir / "report", rows, seen, cutoffs_L, self._config, caption)
         self._console.close()
         return next((row for row in reversed(rows) if "eval/topk_loss" in row), {})
 
@@ -165,7 +165,7 @@ class Watch:
         self._writer.write(self._step, {**metrics, "data/digest": self._digest})
 
     def _alarms(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Says what is wrong with a routed block, once per kind and block; returns their number, as metrics."""
+        """Says what is wrong with a block, once per kind and block; returns their number, as metrics."""
         if is_early(self._step, self._num_steps):
             return {}
         alarms = find_alarms(metrics, self._config)

@@ -77,3 +77,57 @@ def test_the_cases_that_the_alarms_are_for(config):
     assert kinds(by_place_LBT, by_place_LBT) == ["position"]
     assert kinds(by_content_LBT, guessed_LBT) == ["recall of predictor"]
     assert kinds(by_content_LBT, np.zeros_like(guessed_LBT)) == ["capacity of predictor"]
+
+
+EXPERTS = {f"experts/block00/{name}": value for name, value in dict(dead=0, dropped=0.05, computed=0.98).items()}
+
+
+@pytest.fixture
+def experts(tiny_config):
+    """A function of changes to the experts of one full block."""
+
+    def make(**changes):
+        return tiny_config(**{"model.layout": "E", "model.depth": 1, "experts.count": 4, **changes})
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "value", "kind"), [("dead", 1, "dead experts"), ("dropped", 0.3, "dropped")])
+def test_each_alarm_of_experts_fires_alone(experts, name, value, kind):
+    assert find_alarms(EXPERTS, experts()) == []
+    (alarm,) = alarms = find_alarms(EXPERTS | {f"experts/block00/{name}": value}, experts())
+    assert (alarm.group, alarm.kind, alarm.depth) == ("experts", kind, 0)
+    assert alarm.text.startswith("block00: ")
+    assert alarm.text.endswith("; try a higher experts.balance_weight")
+    assert alarm_metrics(alarms, experts()) == {"experts/block00/alarms": 1}
+
+
+def test_what_slots_make_inevitable_is_no_alarm(experts):
+    """Slots for half of the tokens drop half of them; with as many no-ops as experts they suffice."""
+    half = EXPERTS | {"experts/block00/dropped": 0.55, "experts/block00/computed": 0.45}
+    assert find_alarms(half, experts(**{"experts.capacity": 0.5})) == []
+    integrated = experts(**{"experts.capacity": 0.5, "experts.noop": 4})
+    assert [alarm.kind for alarm in find_alarms(half, integrated)] == ["dropped"]
+
+
+def test_no_ops_that_take_everything_are_an_alarm(experts):
+    """As happens without a balance loss."""
+    config = experts(**{"experts.noop": 4})
+    asleep = EXPERTS | {"experts/block00/computed": 0.01}
+    (alarm,) = find_alarms(asleep, config)
+    assert alarm.text.startswith("block00: experts compute on 1.0% of the tokens, 50% at an even load; try")
+    assert find_alarms(EXPERTS | {"experts/block00/computed": 0.3}, config) == []  # loads swing
+
+
+def test_experts_that_choose_have_an_even_load(experts):
+    config = experts(**{"experts.choice": "expert", "experts.capacity": 0.5})
+    assert find_alarms(EXPERTS | {"experts/block00/dead": 1}, config) == []
+    assert find_alarms({}, experts()) == find_alarms(dict.fromkeys(EXPERTS, float("nan")), experts()) == []
+
+
+def test_a_routed_block_with_experts_can_have_both_kinds(tiny_config):
+    config = tiny_config(**{"model.layout": "Fe", "model.depth": 2})
+    dead = {"routing/block01/update_ratio": 0.001, "experts/block01/dead": 2}
+    alarms = find_alarms(dead, config)
+    assert [alarm.group for alarm in alarms] == ["routing", "experts"]
+    assert alarm_metrics(alarms, config) == {"routing/block01/alarms": 1, "experts/block01/alarms": 1}

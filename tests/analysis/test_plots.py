@@ -9,7 +9,8 @@ import pytest
 from matplotlib import colors
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from mod_jax.analysis import plots
+from mod_jax.analysis import expert_plots, plots
+from mod_jax.analysis.expert_stats import Explained
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +41,8 @@ def _line(ax, label):
 
 def _figures():
     rng = np.random.default_rng(0)
+    choice_LTA = rng.integers(0, 12, (3, 136, 2))
+    names = expert_plots.choice_names(8, 12)
     text = list("def f(x):\n\treturn x_1 + $y$ # é日\x00" * 4)
     selected_LT = rng.random((4, len(text))) < 0.2
     scores = [rng.normal(size=500) for _ in range(4)]
@@ -50,10 +53,32 @@ def _figures():
         scores=plots.score_histograms(scores, [1.0] * 4, [1, 3, 5, 7], [s > 1 for s in scores]),
         position=plots.routing_by_position(rng.dirichlet(np.ones(10), size=9), list(range(1, 18, 2))),
         health=plots.block_health(_rows()),
+        expert_map=expert_plots.expert_token_map(
+            text, choice_LTA[:, : len(text)], choice_LTA[:, : len(text)] < 8, [0, 1, 2], 8
+        ),
+        loads=expert_plots.expert_loads(rng.random((5, 12)), range(5), 8),
+        by_position=expert_plots.experts_by_position(rng.random((9, 10)), rng.random((9, 10)), range(9)),
+        of_tokens=expert_plots.experts_of_tokens(
+            [(text[:30], rng.dirichlet(np.ones(12), size=30))] * 4, [Explained(0.5, 0.1)] * 4, range(4), names
+        ),
     )
 
 
-@pytest.mark.parametrize("name", ["loss", "token_map", "word_map", "scores", "position", "health"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "loss",
+        "token_map",
+        "word_map",
+        "scores",
+        "position",
+        "health",
+        "expert_map",
+        "loads",
+        "by_position",
+        "of_tokens",
+    ],
+)
 def test_figure_saves_and_clips_nothing(tmp_path, name):
     fig = _figures()[name]
     plots.save(fig, tmp_path / "report" / "figure.png")
@@ -259,3 +284,24 @@ def test_degenerate_input_still_draws(tmp_path):
     figure = plots.score_histograms([same, nan], [0.0, 1.5], [1, 3], [same > 0, nan > 1.5])
     plots.save(figure, tmp_path / "c.png")
     plots.save(plots.routed_token_map(["a"], np.zeros((1, 1), bool), [1], np.zeros((1, 1))), tmp_path / "d.png")
+
+
+def test_map_of_experts_has_a_colour_per_expert_and_an_empty_box_where_one_dropped():
+    """Two experts and a no-op (id 2), two claims: both, one dropped, a no-op beside an expert, none."""
+    choice_LTA = np.array([[[0, 1], [1, 0], [2, 0], [-1, -1]]])
+    has_slot_LTA = np.array([[[1, 1], [1, 0], [0, 1], [0, 0]]], bool)
+    fig = expert_plots.expert_token_map(list("abcd"), choice_LTA, has_slot_LTA, [3], 2)
+    boxes = _boxes(fig)
+    blue, vermillion = plots.PALETTE[:2]
+    assert [colour for *_, colour in boxes] == [blue, vermillion, vermillion, "#ffffff", blue, plots.FAINT]
+    assert [is_box for *_, is_box, _ in boxes] == [True] * 5 + [False]
+    np.testing.assert_allclose([x for box in boxes[:2] for x in box[:2]], [0.07, 0.5, 0.5, 0.93])
+    (cells,) = fig.axes[0].collections
+    assert colors.to_hex(cells.get_edgecolors()[3]) == blue
+
+
+def test_loads_are_shares_of_the_claims_of_a_block():
+    fig = expert_plots.expert_loads(np.array([[1, 3, 4], [2, 0, 0]]), [0, 2], 2)
+    heights = [[bar.get_height() for bar in ax.patches] for ax in fig.axes]
+    np.testing.assert_allclose(heights, [[12.5, 37.5, 50.0], [100, 0, 0]])
+    assert colors.to_hex(fig.axes[0].patches[2].get_facecolor()) == expert_plots.NO_OP

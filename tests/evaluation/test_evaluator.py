@@ -146,7 +146,8 @@ def test_a_dense_model_has_one_loss(tiny_config):
     evaluator, _, state, _ = make_evaluator(config)
     with jax.set_mesh(sharding.make_mesh(config)):
         metrics = evaluator.evaluate(state.weights)
-        assert evaluator.records(state.weights) == ([], {})
+        seen = evaluator.records(state.weights)
+    assert (seen.routing, seen.experts) == ({}, {})
     spent = {f"eval/forward_flops_per_token/{name}" for name in ("topk", "dense")}
     assert metrics.keys() == {"eval/topk_loss", "eval/topk_bits_per_byte", *spent}
     assert len({metrics[name] for name in spent}) == 1
@@ -155,8 +156,10 @@ def test_a_dense_model_has_one_loss(tiny_config):
 def test_records_are_of_the_first_batch(evaluated):
     config, evaluator, _, state, _, _ = evaluated
     with jax.set_mesh(sharding.make_mesh(config)):
-        pieces, records = evaluator.records(state.weights)
-    assert len(pieces) == 16
+        seen = evaluator.records(state.weights)
+    records = seen.routing
+    assert len(seen.pieces) == 16
+    assert seen.experts == {}
     assert records.keys() == {"topk", "router", "predictor", "threshold"}
     assert records["topk"].selected_BT.shape == (2, 8, 16)
     assert (records["topk"].selected_BT.sum(axis=-1) == 4).all()

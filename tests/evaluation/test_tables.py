@@ -72,3 +72,26 @@ def test_dead_and_drowning_blocks_are_said():
     ]
     assert "dead" in lines[0]
     assert tables.warnings({}) == []
+
+
+EXPERTS = {
+    f"experts/block02/{name}/{selection}": value
+    for selection, dropped in (("topk", 0.05), ("all", 0.0))
+    for name, value in dict(computed=0.95, dropped=dropped, load_entropy=0.9, smallest_load=0.02, dead=1).items()
+}
+
+
+def test_experts_by_block_and_selection():
+    header, topk, causal = tables.expert_table(EVAL | EXPERTS)
+    assert " ".join(header.split()) == "experts selection computed dropped entropy smallest load dead"
+    assert topk.split() == ["block02", "training", "rule", "95.0%", "5.0%", "0.900", "0.02", "1"]
+    assert causal.split() == ["block02", "all", "95.0%", "0.0%", "0.900", "0.02", "1"]
+    assert len(header) == len(topk) == len(causal)
+    assert tables.expert_table(EVAL) == []
+
+
+def test_dead_experts_are_said():
+    assert tables.warnings(EXPERTS) == [
+        "WARNING block02: 1 experts are dead (less than 5% of an even load), and their parameters are lost"
+    ]
+    assert tables.warnings(EXPERTS | {"experts/block02/dead/topk": 0}) == []

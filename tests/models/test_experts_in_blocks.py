@@ -92,8 +92,11 @@ def test_every_way_of_computing_a_step_gives_the_same_step(tiny_config, variant,
 def test_all_metrics_of_experts_are_reported(tiny_config, variant):
     *_, metrics = two_steps(tiny_config(**{**variant, **ONE_DEVICE}))
     num_blocks = 4  # every block of both layouts has experts
-    for name in ("load_entropy", "smallest_load", "dropped", "computed"):
+    for name in ("dropped", "computed"):
         assert metrics[f"experts/{name}"].shape == (num_blocks,)
+    load_LN = metrics["experts/load"]
+    assert load_LN.shape == (num_blocks, variant["experts.count"] + variant.get("experts.noop", 0))
+    np.testing.assert_allclose(load_LN.mean(axis=1), 1.0, rtol=1e-5)
     if variant.get("experts.choice") != "expert":  # whose load is even by construction
         assert metrics["train/balance_loss"] >= 1 - 1e-6
     assert metrics["train/expert_z_loss"] > 0

@@ -285,5 +285,4 @@ def test_a_chip_reads_only_the_experts_that_are_used(tmp_path, batch):
     by_count = read["weights"] + read["cache"]
     one_expert = 2 * 2 * 1024 * 4096
     attention = 2 * 4 * 1024**2  # of routed blocks it fits on the chip, and is fetched ahead of the branch
-    assert read["compiled"] < 1.1 * by_count + 2 * attention
-    assert 2 * attention < 2 * one_expert < 0.5 * by_count  # one more per block would be seen
+    assert read["compiled"] < 1.1 * by_count + 2 * attention < by_count + 2 * one_expert

@@ -39,6 +39,17 @@ def test_line_by_hand():
     assert format_line(1, 8, {"train/loss": math.nan}, PEAK) == "step 1/8  loss nan"
 
 
+def test_line_of_experts_by_hand():
+    row = {
+        f"experts/block{depth:02d}/{name}": value
+        for depth, values in ((0, (1.0, 0.03, 0.7)), (1, (0.9, 0.05, 0.02)))
+        for name, value in zip(("computed", "dropped", "smallest_load"), values, strict=True)
+    }
+    assert format_line(1, 8, row, PEAK) == "step 1/8  experts 95.0%  dropped 4.0%  smallest load 0.02 in block01 (!)"
+    row["experts/block01/smallest_load"] = 0.9
+    assert format_line(1, 8, row, PEAK).endswith("smallest load 0.7 in block00")
+
+
 def test_mfu_without_a_published_peak_carries_an_asterisk():
     unknown = Peak(None, "no published peak for TPU v99", published=False)
     rates = {"perf/flops_per_second": 1e12}
