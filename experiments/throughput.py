@@ -6,7 +6,8 @@
 Tables: `step` (training step: dense, routed, and dense of as many FLOPs as routed), `block` (one block, and what
 routing adds to it), `length`, `width`, `depth` (how a step grows), `compile` (scan against unrolled), `peers` (a
 PyTorch block of the same mathematics, and the package `mixture-of-depth` on a Llama; what is not installed is skipped,
-see torch_peer.py and hf_peer.py for what they need).
+see torch_peer.py and hf_peer.py for what they need), `experts` (a channel of experts beside its products alone, and
+beside one MLP; its sizes are fixed).
 
 Programs that are compared take turns (A B A B ...); times are medians, with the minimum in brackets. `ideal` is the
 same block on C tokens, without router, gather or scatter: routed / ideal is the pure cost of routing. FLOPs count
@@ -15,6 +16,7 @@ attention in full and the predictor. MFU is over the best float32 matmul of this
 
 import statistics
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +24,16 @@ from absl import app, flags
 from flax import nnx
 
 from mod_jax import config as config_lib
-from mod_jax import host, routing
+from mod_jax import host, routing, tuning
 from mod_jax.data.batches import MODEL_INPUTS
 from mod_jax.layout import BlockSpec
 from mod_jax.models import flops
-from mod_jax.models.blocks import TOPK, make_block
+from mod_jax.models.blocks import TOPK, Choice, make_block
 from mod_jax.models.dispatch import through_slots
 from mod_jax.models.memory import Present, make_tokens
+from mod_jax.models.mlp import MLP
 from mod_jax.models.model import make_model
+from mod_jax.models.moe import Experts
 from mod_jax.training.language import Language
 from mod_jax.training.rates import measure_matmul_peak
 from mod_jax.training.step import init_state, make_train_step
@@ -233,6 +237,114 @@ def package_table() -> None:
         print(f"| {name} | {seconds(mine)} | {seconds(other)} | {median_ratio(mine, other):.3f} |", flush=True)
 
 
+class ExpertShape(NamedTuple):
+    """E experts of width D and hidden size 4 D, one per token, as many slots as tokens."""
+
+    width: int = 512
+    count: int = 8
+    depth: int = 6  # channels that one token is decoded through
+
+
+def experts_table(_) -> None:
+    """A channel of experts in training, in evaluation and in decoding, router included."""
+    shape = ExpertShape()
+    about = f"D {shape.width}, E {shape.count}, A 1, capacity 1"
+    titles = (f"channel of experts, {about}", "B * T", "seconds", "over", "seconds", "ratio", "by minima")
+    print(f"\n| {' | '.join(titles)} |")
+    print("|---" * len(titles) + "|")
+
+    def row(what: str, tokens: str, programs: dict) -> None:
+        first, *others = times = interleave(programs)
+        for other in others:
+            pair = times[first], times[other]
+            ratio, by_minima = median_ratio(*pair), min(pair[0]) / min(pair[1])
+            cells = (what, tokens, seconds(pair[0]), other, seconds(pair[1]), f"{ratio:.3f}", f"{by_minima:.3f}")
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+    for B, T in ((16, 512), (4, 512)):
+        row("forward + backward", f"{B} * {T}", expert_training(shape, B, T))
+    row("forward, nobody dropped", "4 * 512", expert_evaluation(shape, 4, 512))
+    row(f"decoding through {shape.depth}", "1 * 1", expert_decoding(shape))
+
+
+def expert_parts(shape: ExpertShape, T: int) -> tuple[Experts, MLP]:
+    """A channel of experts, and one MLP of as many active FLOPs."""
+    changes = {"experts.count": shape.count, "experts.capacity": 1.0, "model.width": shape.width, "data.seq_len": T}
+    config = make_config(**{"model.layout": "E", "routing.predictor": False, **changes})
+    return Experts(config, nnx.Rngs(0)), MLP(config, nnx.Rngs(1))
+
+
+def expert_inputs(shape: ExpertShape, B: int, T: int):
+    positions = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    tokens = make_tokens(positions, jnp.ones_like(positions), 64, 10_000.0)
+    return jax.random.normal(jax.random.key(1), (B, T, shape.width)), tokens
+
+
+def expert_training(shape: ExpertShape, B: int, T: int) -> dict:
+    """The channel with its losses; its batched products on as many tokens, without routing; one MLP."""
+    experts, mlp = expert_parts(shape, T)
+    x_BTD, tokens = expert_inputs(shape, B, T)
+
+    def loss_of_experts(experts, x_BTD):
+        update_BTD, record = experts(x_BTD, tokens, TOPK)
+        return jnp.mean(jnp.square(update_BTD)) + 0.1 * record.sums.balance / x_BTD.size + 1e-3 * record.sums.z
+
+    def loss_of_products(experts, x_EMD):
+        return jnp.mean(jnp.square(experts.mlps(x_EMD)))
+
+    def loss_of_mlp(mlp, x_BTD):
+        return jnp.mean(jnp.square(mlp(x_BTD, tokens, TOPK)[0]))
+
+    def program(loss, module, x):
+        graphdef, params = nnx.split(module)
+        grad = jax.jit(jax.grad(lambda params, x: loss(nnx.merge(graphdef, params), x), argnums=(0, 1)))
+        return lambda: grad(params, x)
+
+    return {
+        "experts": program(loss_of_experts, experts, x_BTD),
+        "its products alone": program(loss_of_products, experts, x_BTD.reshape(shape.count, -1, shape.width)),
+        "one MLP": program(loss_of_mlp, mlp, x_BTD),
+    }
+
+
+def expert_evaluation(shape: ExpertShape, B: int, T: int) -> dict:
+    experts, mlp = expert_parts(shape, T)
+    x_BTD, tokens = expert_inputs(shape, B, T)
+
+    def program(module):
+        graphdef, params = nnx.split(module)
+        run = jax.jit(lambda params, x_BTD: nnx.merge(graphdef, params)(x_BTD, tokens, Choice("all"))[0])
+        return lambda: run(params, x_BTD)
+
+    return {"experts": program(experts), "one MLP": program(mlp)}
+
+
+def expert_decoding(shape: ExpertShape) -> dict:
+    """One token through several channels, weights as the sampler keeps them; beside MLPs, which read as many bytes."""
+    x_11D, tokens = expert_inputs(shape, 1, 1)
+
+    def program(channels):
+        graphdefs, params = zip(*map(nnx.split, channels), strict=True)
+
+        @jax.jit
+        def run(params, x_11D):
+            for graphdef, own in zip(graphdefs, params, strict=True):
+                x_11D = x_11D + nnx.merge(graphdef, own)(rms_normalised(x_11D), tokens, Choice("all"))[0]
+            return x_11D
+
+        return lambda: run(params, x_11D)
+
+    pairs = [expert_parts(shape, 2) for _ in range(shape.depth)]
+    if not tuning.stacks_weights(jax.default_backend()):
+        for experts, _ in pairs:
+            experts.take_apart()
+    return {"experts": program([experts for experts, _ in pairs]), "MLPs": program([mlp for _, mlp in pairs])}
+
+
+def rms_normalised(x):
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
+
+
 def interleave(programs: dict) -> dict[str, list[float]]:
     """Seconds per call, taking turns; two warm-up rounds."""
     times = {name: [] for name in programs}
@@ -264,6 +376,7 @@ PRINT = {
     "depth": lambda _: growth_table("model.depth", [2, 4, 8, 16], **{"data.seq_len": 256}),
     "compile": compile_table,
     "peers": peers_table,
+    "experts": experts_table,
 }
 TABLES = flags.DEFINE_list("tables", list(PRINT), f"Which tables to print, of {', '.join(PRINT)}.")
 flags.register_validator("tables", lambda names: set(names) <= set(PRINT), f"must be some of {', '.join(PRINT)}")

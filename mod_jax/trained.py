@@ -235,6 +235,7 @@ def causal_selection(config: Config, selection: str | None = None) -> str:
             "router": " was not trained (routing.aux_weight = 0)",
             "predictor": " was not trained (routing.predictor = False)",
         }.get(str(selection), " does not exist")
+        why = why if config.num_routed else " this model has no routed blocks"
         raise ConfigError(f"selection = {selection!r}:{why}; this run has {', '.join(trained)}")
     return selection
 

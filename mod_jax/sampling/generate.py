@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mod_jax.errors import CacheOverflowError, RequestError
+from mod_jax.errors import CacheOverflowError, ConfigError, RequestError
 from mod_jax.models.blocks import Choice
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling.choice import Options, check_integer, make_knobs, make_options, row_keys, shown
@@ -58,7 +58,12 @@ class Sampler:
             raise RequestError(f"overflow = {overflow!r}: must be grow or error")
         model = as_model(model)
         if num_drafts and not model.config.num_routed:
-            raise RequestError(f"num_drafts = {num_drafts}: a dense model has no routed blocks to leave out")
+            raise RequestError(f"num_drafts = {num_drafts}: this model has no routed blocks to leave out")
+        if model.config.experts_choose and model.expert_cutoffs_LE is None:
+            raise ConfigError(
+                "experts.choice = 'expert': sampling needs expert_cutoffs_LE, the cut-off of each expert that training "
+                "averages; without it experts look at later tokens"
+            )
         self.config, self.tokenizer = model.config, model.tokenizer
         self._trained_positions = model.trained_positions
         for name, values_L, kind, allowed in (

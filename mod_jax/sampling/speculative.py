@@ -8,6 +8,7 @@ pays where a pass over a few tokens costs little more than over one, and where d
 Vocabulary: B rows, G drafted tokens, V vocabulary, L routed blocks.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -56,8 +57,9 @@ def draft_and_verify(
       num_positions: positions of a row; what is drafted beyond is never accepted by the caller, and never stored.
     """
     draft_keys_B, accept_keys_B, own_keys_B = (_fold(keys_B, stream) for stream in range(3))
+    nobody = dataclasses.replace(choice, rule="nobody")  # experts that choose keep their cut-offs
     drafted_BG, q_BGV, cache = _draft(
-        stack, tokens_B, positions_B, live_B, cache, knobs, draft_keys_B, num_ids, num_drafts
+        stack, tokens_B, positions_B, live_B, cache, nobody, knobs, draft_keys_B, num_ids, num_drafts
     )
     cache = forget_after(cache, positions_B - 1)  # the whole model runs the drafted tokens again
 
@@ -92,12 +94,23 @@ def accept(p_BG1V, q_BGV, drafted_BG, accept_keys_B, own_keys_B) -> tuple[jax.Ar
     return _draw(rest_BV, own_keys_B), accepted_B
 
 
-def _draft(stack: Stack, tokens_B, positions_B, live_B, cache: Cache, knobs, keys_B, num_ids: int, num_drafts: int):
+def _draft(
+    stack: Stack,
+    tokens_B,
+    positions_B,
+    live_B,
+    cache: Cache,
+    nobody: Choice,
+    knobs,
+    keys_B,
+    num_ids: int,
+    num_drafts: int,
+):
     """(drafted tokens [B, G], their distributions [B, G, V], cache) with all routed blocks bypassed."""
 
     def step(carry, offset):
         tokens_B, cache = carry
-        output = decode(stack, tokens_B, positions_B + offset, live_B, cache, Choice("nobody"))
+        output = decode(stack, tokens_B, positions_B + offset, live_B, cache, nobody)
         q_BV = probabilities(stack.logits(output.x_BTD)[:, 0, :num_ids], knobs)
         tokens_B = _draw(q_BV, _fold(keys_B, offset))
         return (tokens_B, output.cache), (tokens_B, q_BV)

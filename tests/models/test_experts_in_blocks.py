@@ -1,9 +1,10 @@
 """Experts inside the whole program: every way of computing a step gives one step, and sampling runs what was trained.
 
-The variants are those of configs/mode.py: staged (routed blocks with experts), integrated (no-op experts), and experts
-that choose their tokens.
+The variants are those of configs/mode.py: staged (routed blocks with experts), integrated (no-op experts), experts that
+choose their tokens; and, in the slow tests, experts alone, and with slots for half of the tokens.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,10 @@ import pytest
 
 from mod_jax import sharding
 from mod_jax.data.batches import MODEL_INPUTS
+from mod_jax.errors import ConfigError
+from mod_jax.evaluation.budget import check_capacity
 from mod_jax.models.model import make_model
+from mod_jax.sampling import Sampler
 from mod_jax.training import prepare
 from mod_jax.training.language import Language
 from mod_jax.training.step import init_state, make_train_step
@@ -28,11 +32,22 @@ SMALL = {
     "optimizer.eps": 1e-3,  # so that a rounding error in a small gradient stays one in the update
     "seed": 1,  # seed 0 has, at step 2, two scores that tie at the cut but for rounding
 }
-VARIANTS = {name: changes | SMALL for name, changes in VARIANTS.items()}
+SLOW_VARIANTS = {
+    "dense": {"model.layout": "F", "routing.predictor": False},
+    "moe": {"model.layout": "E", "experts.count": 4, "experts.chosen": 2},
+    "reduced": {"model.layout": "E", "experts.count": 4, "experts.capacity": 0.5},
+    "paced": {"model.layout": "Ee", "experts.count": 4, "experts.capacity": 0.5, "experts.overflow": "paced"},
+}
+VARIANTS = {name: changes | SMALL for name, changes in (VARIANTS | SLOW_VARIANTS).items()}
 VOCABULARY = 32
 
 
-@pytest.fixture(params=VARIANTS)
+def each(*left_out):
+    marks = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_VARIANTS)) for name in VARIANTS]
+    return [param for param in marks if param.values[0] not in left_out]
+
+
+@pytest.fixture(params=each())
 def variant(request):
     return VARIANTS[request.param]
 
@@ -89,7 +104,9 @@ def test_every_way_of_computing_a_step_gives_the_same_step(tiny_config, variant,
     assert_close(other_way, one_way)
 
 
-def test_all_metrics_of_experts_are_reported(tiny_config, variant):
+@pytest.mark.parametrize("name", each("dense"))
+def test_all_metrics_of_experts_are_reported(tiny_config, name):
+    variant = VARIANTS[name]
     *_, metrics = two_steps(tiny_config(**{**variant, **ONE_DEVICE}))
     num_blocks = 4  # every block of both layouts has experts
     for name in ("dropped", "computed"):
@@ -102,11 +119,11 @@ def test_all_metrics_of_experts_are_reported(tiny_config, variant):
     assert metrics["train/expert_z_loss"] > 0
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", each("dense"))
 def test_sampling_is_the_uncached_causal_model_whatever_the_batch_holds(build, tools, name):
     """Ragged rows, each at its own position: logits and decisions of every token equal those of the decoder itself."""
     changes = {**VARIANTS[name], "model.depth": 2, "train.batch_size": 8}
-    if name == "integrated":
+    if changes["model.layout"] == "E":
         changes["routing.aux_weight"] = 0.0  # there is no routed block
     model = build(**changes)
     tokens_BT = tools.random_tokens(5, 24)
@@ -123,3 +140,25 @@ def test_old_states_have_no_leaf_for_experts(tiny_config):
     state = jax.eval_shape(lambda: init_state(config, make_model(config, VOCABULARY)))
     assert state.expert_cutoffs_LE is None
     assert not any("expert" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state))
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        ("predictor", r"selection = 'predictor': this model has no routed blocks; this run has all"),
+        ("threshold", r"selection = 'threshold': this model has no routed blocks; this run has all"),
+        ("topk", r"selection = 'topk': this model has no routed blocks; this run has all"),
+    ],
+)
+def test_selections_that_experts_do_not_have_are_refused(build, selection, message):
+    model = build(**VARIANTS["integrated"] | {"model.depth": 1, "train.batch_size": 8, "routing.aux_weight": 0.0})
+    with pytest.raises(ConfigError, match=message):
+        Sampler(model, selection)
+
+
+def test_experts_that_choose_sample_by_cutoffs_or_not_at_all(build):
+    model = build(**VARIANTS["chosen"] | {"model.depth": 2, "train.batch_size": 8})
+    with pytest.raises(ConfigError, match=r"experts.choice = 'expert': sampling needs expert_cutoffs_LE"):
+        Sampler(dataclasses.replace(model, expert_cutoffs_LE=None))
+    with pytest.raises(ConfigError, match=r"capacity = 0.5: this model has no cut-offs to shift"):
+        check_capacity(build(**VARIANTS["integrated"] | {"model.depth": 1, "routing.aux_weight": 0.0}), 0.5)

@@ -158,5 +158,22 @@ def test_what_cannot_draft_is_refused(build):
     for bad in (-1, 1.5, True, 32):
         with pytest.raises(RequestError, match="num_drafts"):
             Sampler(build(), num_drafts=bad)
-    with pytest.raises(RequestError, match="dense"):
-        Sampler(build(**{"model.layout": "F", "routing.aux_weight": 0.0}), num_drafts=2)
+    for layout in ("F", "E"):
+        with pytest.raises(RequestError, match="no routed blocks to leave out"):
+            Sampler(build(**{"model.layout": layout, "routing.aux_weight": 0.0}), num_drafts=2)
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {"experts.noop": 2, "experts.chosen": 2},
+        pytest.param({"experts.choice": "expert", "experts.capacity": 0.5}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_greedy_output_with_experts_is_that_of_decoding_one_by_one(build, experts):
+    model = build(**{"model.layout": "Ee", "model.depth": 2, "experts.count": 4, **experts})
+    plain, drafting = (Sampler(model, "threshold", num_drafts=n, capacity_L=(1.0,)) for n in (0, 3))
+    expected, actual = (sampler.generate(PROMPTS, temperature=0) for sampler in (plain, drafting))
+    assert [row.tokens for row in actual] == [row.tokens for row in expected]
+    assert sum(row.steps for row in actual) < sum(row.steps for row in expected)
