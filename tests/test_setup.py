@@ -44,7 +44,8 @@ def imported(*folders):
     siblings = {name for path in paths for name in (path.stem, path.parent.name)} | {
         OWN_ENVIRONMENT.removesuffix(".py")
     }
-    return found - set(sys.stdlib_module_names) - OURS - siblings
+    scripts = {path.stem for path in (ROOT / "experiments").glob("*.py")}  # which tests import as modules
+    return found - set(sys.stdlib_module_names) - OURS - siblings - scripts
 
 
 def distributions(modules):
