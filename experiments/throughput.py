@@ -242,7 +242,8 @@ class ExpertShape(NamedTuple):
 
     width: int = 512
     count: int = 8
-    depth: int = 6  # channels that one token is decoded through
+    depth: int = 6  # channels that a token is decoded through
+    tokens: int = 16  # decoded in one call
 
 
 def experts_table(_) -> None:
@@ -264,7 +265,7 @@ def experts_table(_) -> None:
     for B, T in ((16, 512), (4, 512)):
         row("forward + backward", f"{B} * {T}", expert_training(shape, B, T))
     row("forward, nobody dropped", "4 * 512", expert_evaluation(shape, 4, 512))
-    row(f"decoding through {shape.depth}", "1 * 1", expert_decoding(shape))
+    row(f"decoding {shape.tokens} tokens through {shape.depth}", "1 * 1", expert_decoding(shape))
 
 
 def expert_parts(shape: ExpertShape, T: int) -> tuple[Experts, MLP]:
@@ -320,25 +321,39 @@ def expert_evaluation(shape: ExpertShape, B: int, T: int) -> dict:
 
 
 def expert_decoding(shape: ExpertShape) -> dict:
-    """One token through several channels, weights as the sampler keeps them; beside MLPs, which read as many bytes."""
-    x_11D, tokens = expert_inputs(shape, 1, 1)
+    """Tokens one after the other through several channels, in one program and with weights as the sampler keeps them.
 
-    def program(channels):
-        graphdefs, params = zip(*map(nnx.split, channels), strict=True)
+    Beside them MLPs that read as many bytes a token, E in turn: those of one would stay in the processor's cache.
+    """
+    x_11D, tokens = expert_inputs(shape, 1, 1)
+    experts, mlps = zip(*(expert_parts(shape, 2) for _ in range(shape.depth)), strict=True)
+    mlps = [mlps, *([expert_parts(shape, 2)[1] for _ in experts] for _ in range(shape.count - 1))]
+    if not tuning.stacks_weights(jax.default_backend()):
+        for channel in experts:
+            channel.take_apart()
+
+    def program(channels_of_token, num_kinds: int):
+        graphdefs, params = nnx.split(channels_of_token)
 
         @jax.jit
         def run(params, x_11D):
-            for graphdef, own in zip(graphdefs, params, strict=True):
-                x_11D = x_11D + nnx.merge(graphdef, own)(rms_normalised(x_11D), tokens, Choice("all"))[0]
-            return x_11D
+            merged = nnx.merge(graphdefs, params)
+
+            def some_tokens(_, x_11D):
+                for kind in range(shape.count):
+                    for channel in merged[kind % num_kinds]:
+                        x_11D = x_11D + channel(rms_normalised(x_11D), tokens, Choice("all"))[0]
+                    x_11D = jnp.roll(x_11D, 1, axis=-1)  # another token, with other experts
+                return x_11D
+
+            return jax.lax.fori_loop(0, shape.tokens // shape.count, some_tokens, x_11D)
 
         return lambda: run(params, x_11D)
 
-    pairs = [expert_parts(shape, 2) for _ in range(shape.depth)]
-    if not tuning.stacks_weights(jax.default_backend()):
-        for experts, _ in pairs:
-            experts.take_apart()
-    return {"experts": program([experts for experts, _ in pairs]), "MLPs": program([mlp for _, mlp in pairs])}
+    return {
+        "experts": program(nnx.List([nnx.List(experts)]), 1),
+        "MLPs": program(nnx.List(map(nnx.List, mlps)), shape.count),
+    }
 
 
 def rms_normalised(x):
