@@ -1,5 +1,6 @@
 """A pretrained model becomes an ordinary workdir, exactly; and nothing stands there unless all of it does."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -127,9 +128,10 @@ def test_it_samples_as_the_uncached_model_would(upgraded):
 @pytest.mark.slow
 def test_training_continues_from_it_and_its_own_command_has_nothing_to_do(upgraded, tmp_path, capsys):
     workdir, _, _ = upgraded
-    namespace = {}
-    exec(compile((workdir / "tune.py").read_text(), "tune.py", "exec"), namespace)  # as --config does
-    config = namespace["get_config"]()
+    spec = importlib.util.spec_from_file_location("tune", workdir / "tune.py")  # as --config does
+    tune = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tune)
+    config = tune.get_config()
     before = trained.restore(workdir)
     again = before.config
     assert loop.train(again, workdir) is loop.Outcome.DONE
