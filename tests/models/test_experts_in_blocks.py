@@ -32,22 +32,17 @@ SMALL = {
     "optimizer.eps": 1e-3,  # so that a rounding error in a small gradient stays one in the update
     "seed": 1,  # seed 0 has, at step 2, two scores that tie at the cut but for rounding
 }
-SLOW_VARIANTS = {
-    "dense": {"model.layout": "F", "routing.predictor": False},
+OTHERS = {
     "moe": {"model.layout": "E", "experts.count": 4, "experts.chosen": 2},
     "reduced": {"model.layout": "E", "experts.count": 4, "experts.capacity": 0.5},
     "paced": {"model.layout": "Ee", "experts.count": 4, "experts.capacity": 0.5, "experts.overflow": "paced"},
 }
-VARIANTS = {name: changes | SMALL for name, changes in (VARIANTS | SLOW_VARIANTS).items()}
+VARIANTS = {name: changes | SMALL for name, changes in VARIANTS.items()}
+OTHERS = {name: changes | SMALL for name, changes in OTHERS.items()}
 VOCABULARY = 32
 
 
-def each(*left_out):
-    marks = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_VARIANTS)) for name in VARIANTS]
-    return [param for param in marks if param.values[0] not in left_out]
-
-
-@pytest.fixture(params=each())
+@pytest.fixture(params=VARIANTS)
 def variant(request):
     return VARIANTS[request.param]
 
@@ -104,9 +99,15 @@ def test_every_way_of_computing_a_step_gives_the_same_step(tiny_config, variant,
     assert_close(other_way, one_way)
 
 
-@pytest.mark.parametrize("name", each("dense"))
-def test_all_metrics_of_experts_are_reported(tiny_config, name):
-    variant = VARIANTS[name]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_ways_at_once_give_the_same_step(tiny_config, name):
+    one_way = two_steps(tiny_config(**{**OTHERS[name], **ONE_DEVICE}))
+    ways = {"train.accumulation": 4, "model.remat": "full", "model.scan": False, "mesh.data": 2, "mesh.expert": 2}
+    assert_close(two_steps(tiny_config(**{**OTHERS[name], **ways})), one_way)
+
+
+def test_all_metrics_of_experts_are_reported(tiny_config, variant):
     *_, metrics = two_steps(tiny_config(**{**variant, **ONE_DEVICE}))
     num_blocks = 4  # every block of both layouts has experts
     for name in ("dropped", "computed"):
@@ -119,10 +120,10 @@ def test_all_metrics_of_experts_are_reported(tiny_config, name):
     assert metrics["train/expert_z_loss"] > 0
 
 
-@pytest.mark.parametrize("name", each("dense"))
+@pytest.mark.parametrize("name", [*VARIANTS, pytest.param("moe", marks=pytest.mark.slow)])
 def test_sampling_is_the_uncached_causal_model_whatever_the_batch_holds(build, tools, name):
     """Ragged rows, each at its own position: logits and decisions of every token equal those of the decoder itself."""
-    changes = {**VARIANTS[name], "model.depth": 2, "train.batch_size": 8}
+    changes = {**(VARIANTS | OTHERS)[name], "model.depth": 2, "train.batch_size": 8}
     if changes["model.layout"] == "E":
         changes["routing.aux_weight"] = 0.0  # there is no routed block
     model = build(**changes)
