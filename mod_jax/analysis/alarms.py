@@ -98,7 +98,10 @@ def _of_experts(metrics: dict[str, Any], config: Config, depth: int) -> list[Ala
         alarms.append(Alarm(kind, depth, f"{block_name(depth)}: {text}; {advice}", "experts"))
 
     if (dead := value("dead")) >= 1:
-        add("dead experts", f"{dead:.0f} of {e.count} experts are dead, with less than {DEAD_LOAD:.0%} of an even load")
+        add(
+            "dead experts",
+            f"dead experts: {dead:.0f} of {e.count}, with less than {DEAD_LOAD:.0%} of an even load",
+        )
     share = e.count / (e.count + e.noop)  # of the claims that experts are expected to get
     inevitable = max(0.0, 1 - e.capacity / share)
     if (dropped := value("dropped")) > inevitable + MOST_DROPPED:

@@ -151,5 +151,5 @@ def warnings(metrics: Metrics, selections: Sequence[str] | None = None) -> list[
     for key, dead in metrics.items():
         if (found := re.fullmatch(r"experts/(block\d+)/dead/topk", key)) and dead >= 1:
             few = f"less than {DEAD_LOAD:.0%} of an even load"
-            lines.append(f"WARNING {found[1]}: {dead:.0f} experts are dead ({few}), and their parameters are lost")
+            lines.append(f"WARNING {found[1]}: dead experts: {dead:.0f} ({few}); their parameters are lost")
     return lines

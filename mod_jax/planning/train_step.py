@@ -161,10 +161,11 @@ def with_workable_mesh(config: Config, num_devices: int) -> tuple[Config, str]:
     why = problem(config.mesh)
     if not why:
         return config, ""
-    for tensor in (n for n in range(1, num_devices + 1) if num_devices % n == 0):
-        ways = num_devices // tensor
+    expert = config.mesh.expert if config.mesh.expert > 0 and num_devices % config.mesh.expert == 0 else 1
+    for tensor in (n for n in range(1, num_devices // expert + 1) if num_devices // expert % n == 0):
+        ways = num_devices // expert // tensor
         sizes = dict(data=ways) if config.mesh.fsdp == 1 else dict(data=1, fsdp=ways)
-        mesh = MeshConfig(**sizes, tensor=tensor)
+        mesh = MeshConfig(**sizes, tensor=tensor, expert=expert)
         if not problem(mesh):
             keys = " ".join(f"--config.mesh.{axis}={ways}" for axis, ways in dataclasses.asdict(mesh).items())
             return dataclasses.replace(

@@ -92,6 +92,6 @@ def test_experts_by_block_and_selection():
 
 def test_dead_experts_are_said():
     assert tables.warnings(EXPERTS) == [
-        "WARNING block02: 1 experts are dead (less than 5% of an even load), and their parameters are lost"
+        "WARNING block02: dead experts: 1 (less than 5% of an even load); their parameters are lost"
     ]
     assert tables.warnings(EXPERTS | {"experts/block02/dead/topk": 0}) == []

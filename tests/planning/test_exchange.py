@@ -10,7 +10,6 @@ import pytest
 from mod_jax import sharding
 from mod_jax.config import make_config
 from mod_jax.models import moe
-from mod_jax.models.model import make_model
 from mod_jax.planning import program, topology
 from mod_jax.planning import train_step as plan
 from mod_jax.planning.collectives import is_exchange, token_movers
@@ -37,9 +36,9 @@ INTEGRATED = {"experts.noop": 4, "experts.chosen": 2}
 def read(config, devices, compile_step):
     """(what the compiled step moves and how often, its movers of tokens)."""
     mesh = sharding.make_mesh(config, devices)
-    model = make_model(config, config.model.vocab_size)
-    state = prepare.abstract_state(config, model, mesh)
-    text = compile_step(loop.lower_step(config, model, mesh, state, config.train.steps), mesh)
+    task = prepare.make_task(config, config.model.vocab_size)
+    state = prepare.abstract_state(config, task.model, mesh)
+    text = compile_step(loop.lower_step(task, mesh, state, config.train.steps), mesh)
     step = program.read_step(text, dict(mesh.shape))
     shapes = [(leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state.params)]
     assert not any(size % 11 == 0 for whole, part in shapes for size in (*whole, *part))

@@ -72,6 +72,7 @@ def test_commands_that_need_no_compiler(tmp_path):
         ({}, 16, MeshConfig(8, 1, 2)),  # 8 rows on 16 devices
         (FSDP, 16, MeshConfig(1, 8, 2)),
         ({"mesh.data": 2}, 4, MeshConfig(4, 1, 1)),  # a run on some of a pod's chips is no run on a pod
+        ({"mesh.expert": 2, "model.layout": "E", "routing.predictor": False}, 16, MeshConfig(4, 1, 2, 2)),
     ],
 )
 def test_a_mesh_that_covers_the_slice(tiny_config, changes, devices, mesh):
