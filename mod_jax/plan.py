@@ -1,7 +1,7 @@
 """Does it fit? python -m mod_jax.plan --config=configs/paper.py:size=3b --topology=v5e:16x16
 
 Compiles the real train step, or with --program=decode the real decoding loop, for a TPU slice that need not be there
-(pip install libtpu; no TPU, no corpus), and prints size, memory against what a chip has, FLOPs, what moves, and an
+(pip install 'jax[tpu]'; no TPU, no corpus), and prints size, memory against what a chip has, FLOPs, what moves, and an
 estimate of the time. The same program is compiled once: its result is kept below the cache folder (data.cache_dir or
 MOD_JAX_CACHE).
 

@@ -7,6 +7,7 @@ import shlex
 import string
 import subprocess
 import sys
+import sysconfig
 
 import kubernetes_validate
 import pytest
@@ -78,8 +79,11 @@ def test_a_mistake_in_the_job_set_is_found(right, wrong):
 # Shell.
 
 
+SHELLCHECK = pathlib.Path(sysconfig.get_path("scripts"), "shellcheck")  # the environment need not be on PATH
+
+
 def shellcheck(text):
-    return subprocess.run(["shellcheck", "-s", "bash", "-"], input=text, capture_output=True, text=True, check=False)
+    return subprocess.run([SHELLCHECK, "-s", "bash", "-"], input=text, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -132,6 +136,7 @@ def train_command(name, text):
 
 PARSE = """
 import sys
+import sysconfig
 from absl import flags
 from mod_jax import cli, paths, train
 flags.FLAGS(sys.argv)

@@ -16,15 +16,20 @@ OWN_ENVIRONMENT = "hf_peer.py"  # it says itself what it needs
 
 
 @pytest.fixture(scope="module")
-def declared():
-    """A function of names: the requirements of "install_requires" or of extras, as normalised package names."""
+def requirements():
+    """The lists of setup.py, by name: "install_requires" and the extras."""
     given = {}
     stub = types.SimpleNamespace(setup=given.update, find_packages=lambda **_: [])
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "setuptools", stub)
         runpy.run_path(str(ROOT / "setup.py"))
-    lists = {"install_requires": given["install_requires"], **given["extras_require"]}
-    return lambda *names: {normal(requirement) for name in names for requirement in lists[name]}
+    return {"install_requires": given["install_requires"], **given["extras_require"]}
+
+
+@pytest.fixture(scope="module")
+def declared(requirements):
+    """A function of names of such lists: the packages that they ask, as normalised names."""
+    return lambda *names: {normal(requirement) for name in names for requirement in requirements[name]}
 
 
 def imported(*folders):
@@ -86,10 +91,10 @@ def test_tests_and_experiments_declare_what_they_import(declared, folder, extras
     assert [module for module, names in distributions(imported(folder)).items() if not names & known] == []
 
 
-def test_the_test_command_of_readme_is_the_one_that_ci_runs(declared):
+def test_the_test_command_of_readme_is_the_one_that_ci_runs(requirements):
     readme, script = ((ROOT / name).read_text() for name in ("README.md", ".ci/run"))
     extra, command = re.search(r"pip install -e '(\.\[test\])' && (\.venv/bin/python -m pytest.*)", readme).groups()
     assert f".venv/bin/pip install --quiet -e '{extra}'\n" in script
     assert "\nexport MOD_JAX_TESTS_SKIP_NOTHING=1\n" in script
     assert script.endswith(f"\n{command} || {command} --last-failed --last-failed-no-failures=none\n")
-    assert "libtpu" in declared("test")  # or the tests of plans would be skipped
+    assert "jax[tpu]" in requirements["test"]  # or the tests of plans would be skipped

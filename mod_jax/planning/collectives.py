@@ -28,6 +28,7 @@ KINDS = (
     "reduce-scatter",
 )
 _CALL = re.compile(rf" = (?P<result>.+?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\((?P<rest>.*)")
+_BITS = {"pred": 8, "token": 0}  # the first number of any other name is its size
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 
 
@@ -146,8 +147,8 @@ def _results(result: str, kind: str, is_start: bool) -> list[tuple[str, tuple[in
 
 
 def bits(dtype: str) -> int:
-    """Size of one element."""
-    return 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+    """Size of one element; a token only orders operations."""
+    return _BITS[dtype] if dtype in _BITS else int(re.search(r"\d+", dtype)[0])
 
 
 def _ints(text: str) -> list[int]:

@@ -126,7 +126,7 @@ def devices(product: Product) -> list[jax.Device]:
       ConfigError: libtpu is not installed, or knows no such slice.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError("compiling for a TPU needs libtpu, also where there is no TPU: pip install libtpu")
+        raise ConfigError("compiling for a TPU needs libtpu, also where there is no TPU: pip install 'jax[tpu]'")
     # Without the first, libtpu asks a metadata server that is not there; without the second, two processes that compile
     # at once fail on its lock file. The other two only keep harmless complaints about host names off stderr.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -136,7 +136,9 @@ def devices(product: Product) -> list[jax.Device]:
     from jax.experimental import topologies
 
     try:
-        found = list(topologies.get_topology_desc(product.name, platform="tpu").devices)
+        # libtpu before 0.0.50 asks how many chips a host of one chip has; for the others it knows.
+        host = {"chips_per_host_bounds": (1, 1, 1)} if product.num_chips == 1 else {}
+        found = list(topologies.get_topology_desc(product.name, platform="tpu", **host).devices)
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(f"--topology={product.name}: libtpu refuses it: {' '.join(str(error).split())}") from error
     if count_chips(found) != product.num_chips:
@@ -205,11 +207,22 @@ def compile_for(lowered: jax.stages.Lowered, product: Product, mesh, cache: path
             names = ("argument", "temp", "output", "alias", "generated_code")
             memory = {name: getattr(stats, f"{name}_size_in_bytes") for name in names}
             flops_once = float(compiled.cost_analysis().get("flops", 0.0))
-            text = compiled.as_text()
+            text = _text(compiled)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     result = Compiled(text, memory, flops_once, seconds, cpu_seconds, refused)
     _write(path, result)
     return result
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        libtpu, jaxlib = map(importlib.metadata.version, ("libtpu", "jaxlib"))
+        raise ConfigError(
+            f"libtpu {libtpu} wrote a program that jaxlib {jaxlib} cannot read; the one that fits comes with "
+            f"pip install 'jax[tpu]=={jax.__version__}': {' '.join(str(error).split())}"
+        ) from error
 
 
 def _key(lowered: jax.stages.Lowered, product: Product, mesh) -> str:

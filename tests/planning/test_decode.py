@@ -284,5 +284,5 @@ def test_a_chip_reads_only_the_experts_that_are_used(tmp_path, batch):
     read = plan.make_report(config, "v5e:1x1", batch)["read"]
     by_count = read["weights"] + read["cache"]
     one_expert = 2 * 2 * 1024 * 4096
-    attention = 2 * 4 * 1024**2  # of routed blocks it fits on the chip, and is fetched ahead of the branch
-    assert read["compiled"] < 1.1 * by_count + 2 * attention < by_count + 2 * one_expert
+    # Attention of routed blocks fits on the chip: it is fetched ahead. All experts would be seven more a block.
+    assert read["compiled"] < by_count + 2 * one_expert

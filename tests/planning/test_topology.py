@@ -1,6 +1,6 @@
 """TPU slices: their names, their chips, and compiling for them.
 
-Tests that need libtpu, which the test extra does not install, are skipped where it is missing and say so. The known
+Tests that need libtpu are skipped where it is missing and say so. The known
 traps of compiling for a slice that is not there, and where each is met:
 
  1. the compiler's `optimal_seconds` loses a second per ConcatBitcast call: unused, `roofline` makes its own estimate
@@ -81,18 +81,28 @@ def test_products():
 
 def test_without_libtpu_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install libtpu"):
+    with pytest.raises(ConfigError, match=r"pip install 'jax\[tpu\]'"):
         topology.devices(topology.Product("v5e", "2x2"))
 
 
 # Compiling, with a stand-in for the compiler.
 
 
+def test_a_program_that_jaxlib_cannot_read_names_the_libtpu_that_fits(mesh, tmp_path):
+    def unreadable():
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
+
+    lowered = FakeLowered(compiled_text=unreadable)
+    with pytest.raises(ConfigError, match=rf"libtpu 1 wrote .* pip install 'jax\[tpu\]=={jax.__version__}'.*RET_CHECK"):
+        topology.compile_for(lowered, V5E_4, mesh, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 class FakeLowered:
     """Stands for a lowered program; `compile` counts its calls."""
 
-    def __init__(self, text="program", error=None):
-        self.text, self.error, self.calls = text, error, 0
+    def __init__(self, text="program", error=None, compiled_text=lambda: "HloModule"):
+        self.text, self.error, self.compiled_text, self.calls = text, error, compiled_text, 0
 
     def as_text(self):
         return self.text
@@ -105,7 +115,7 @@ class FakeLowered:
         return types.SimpleNamespace(
             memory_analysis=lambda: types.SimpleNamespace(**{f"{k}_size_in_bytes": v for k, v in sizes.items()}),
             cost_analysis=lambda: {"flops": 3.0, "optimal_seconds": -4.93},
-            as_text=lambda: "HloModule",
+            as_text=self.compiled_text,
         )
 
 

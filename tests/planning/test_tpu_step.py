@@ -2,7 +2,7 @@
 
 `token_movers` knows a weight by its shape. So that no activation can pass for one, T and C are multiples of 11 and no
 other size of the model is: the second check is for those, whatever the first one thinks of their shapes.
-Skipped where libtpu, which the test extra does not install, is missing.
+Skipped where libtpu is missing.
 """
 
 import jax
