@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from mod_jax.analysis.isoflop import Curve, Optimum, PowerLaw, Refused
 from mod_jax.analysis.plots import INK, MUTED, PALETTE, add_title, styled
@@ -52,6 +53,7 @@ def loss_against_size(panels: Sequence[Panel], variants: Sequence[str], size_nam
         ax.set_xscale("log")
         ax.set(xlabel=size_name, title=f"{panel.name} loss")
         _name_budgets(ax, panel)
+        _size_ticks(ax)
     axes[0].set_ylabel("held-out loss, nats per token")
     _legend(fig, looks, variants)
     add_title(fig, f"Loss at equal training FLOPs against {size_name}")
@@ -211,6 +213,14 @@ def _name_budgets(ax, panel: Panel) -> None:
                 color=MUTED,
             )
     ax.margins(x=0.12)
+
+
+def _size_ticks(ax) -> None:
+    """Sizes on a logarithmic axis: 50k, 100k, 200k; over more than two powers of ten, those only."""
+    low, high = ax.get_xlim()
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _ratio_ticks(ax) -> None:
