@@ -96,6 +96,26 @@ def define_distributed() -> dict[str, flags.FlagHolder]:
     }
 
 
+def define_mesh() -> dict[str, flags.FlagHolder]:
+    """Defines the flags that lay a trained model out over several devices."""
+    what = {
+        "data": "rows of a batch, each with all weights",
+        "fsdp": "rows of a batch, each with its part of the weights",
+        "tensor": "heads, MLPs and vocabulary",
+        "expert": "rows of a batch, each with its part of the experts",
+    }
+    ending = "; -1: all that are left."
+    return {
+        axis: flags.DEFINE_integer(f"mesh.{axis}", 1, f"Devices to split the model over: {text}{ending}", -1)
+        for axis, text in what.items()
+    }
+
+
+def mesh_of(holders: dict[str, flags.FlagHolder]) -> dict[str, int]:
+    """The mesh that those flags ask for, as `restore` takes it."""
+    return {axis: holder.value for axis, holder in holders.items()}
+
+
 def start_distributed(holders: dict[str, flags.FlagHolder]) -> None:
     """Connects the processes, if asked to. Call before JAX is imported."""
     values = {name: holder.value for name, holder in holders.items() if holder.value is not None}

@@ -14,6 +14,8 @@ CAPACITY = flags.DEFINE_float(
     "capacity", None, "Shift the cut-offs of selection `threshold` to this budget, in (0, 1]."
 )
 CONTEXT = flags.DEFINE_integer("context", None, "Tokens per window, from data.seq_len on; default: data.seq_len.")
+MESH = cli.define_mesh()
+flags.adopt_module_key_flags(cli)  # so that --help shows them
 OUT = flags.DEFINE_string("out", None, "Also write the numbers to this JSON file.")
 
 
@@ -25,7 +27,8 @@ def main(argv: list[str]) -> int:
             outputs.check_place("out", OUT.value)
         from mod_jax.evaluation.finished import evaluate_run  # after flag errors: importing JAX takes seconds
 
-        metrics, lines = evaluate_run(WORKDIR.value, STEP.value, CAPACITY.value, context=CONTEXT.value)
+        options = dict(context=CONTEXT.value, mesh=cli.mesh_of(MESH))
+        metrics, lines = evaluate_run(WORKDIR.value, STEP.value, CAPACITY.value, **options)
         if OUT.value is not None:  # first, since stdout may break
             outputs.write_json(OUT.value, metrics)
         print("\n".join(lines))

@@ -1,7 +1,7 @@
 """The lm-evaluation-harness with our models: python -m mod_jax.lm_eval --model mod_jax --model_args workdir=runs/mod
 
-Flags are the harness's own. --model_args takes workdir, and optionally step, selection, capacity, context and
-batch_tokens. Needs the extra `lm-eval`.
+Flags are the harness's own. --model_args takes workdir, and optionally step, selection, capacity, context,
+batch_tokens, and the mesh to lay the model out over: data, fsdp, tensor, expert. Needs the extra `lm-eval`.
 """
 
 import sys

@@ -42,6 +42,8 @@ CAPACITY = flags.DEFINE_float(
 DRAFTS = flags.DEFINE_integer(
     "drafts", 0, "Draft so many tokens per step without the routed blocks, then verify them at once; 0: do not."
 )
+MESH = cli.define_mesh()
+flags.adopt_module_key_flags(cli)  # so that --help shows them
 
 MAX_PROMPT_BYTES = 2**24
 
@@ -90,7 +92,7 @@ def make_sampler():
     from mod_jax.evaluation import budget, tables
 
     budget.check_selection(SELECTION.value, CAPACITY.value)  # before anything is loaded
-    model = sampling.restore(WORKDIR.value, STEP.value, context=CONTEXT.value)
+    model = sampling.restore(WORKDIR.value, STEP.value, context=CONTEXT.value, mesh=cli.mesh_of(MESH))
     sampler = budget.budgeted_sampler(model, SELECTION.value, CAPACITY.value, num_drafts=DRAFTS.value)
     if CAPACITY.value is None:
         return sampler, tables.warnings(model.evaluation or {}, [sampler.selection])

@@ -5,9 +5,10 @@ tensor, by the logical axes that each parameter declares; everything else is rep
 meaning of one dimension of an array ("embed", "heads"); `ShardingRules` says which mesh axis, if any, it is split over.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mod_jax import host
-from mod_jax.config import Config
+from mod_jax.config import Config, MeshConfig
 from mod_jax.errors import ConfigError
 
 AXES = ("data", "fsdp", "tensor", "expert")
@@ -82,33 +83,59 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, RULES.spec(axes, x.shape, dict(mesh.shape)))
 
 
+def constrain_rows(x: jax.Array) -> jax.Array:
+    """Splits the first dimension over the rows of the current mesh, and leaves the others to the compiler."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(RULES.batch, *free))
+
+
 def mesh_shape(config: Config, num_devices: int) -> tuple[int, ...]:
-    """Sizes of (data, fsdp, tensor, expert) on `num_devices` devices, with -1 resolved.
+    """Sizes of (data, fsdp, tensor, expert) on `num_devices` devices, with -1 resolved, for training.
 
     Raises:
       ConfigError: if the devices, the batch or the model do not divide evenly.
     """
-    sizes = {name: getattr(config.mesh, name) for name in AXES}
+    sizes = mesh_sizes(config.mesh, num_devices)
+    check_rows(config, sizes)
+    check_model(config, sizes)
+    return tuple(sizes.values())
+
+
+def mesh_sizes(mesh: MeshConfig, num_devices: int, key: str = "config.mesh") -> dict[str, int]:
+    """Size of each mesh axis on `num_devices` devices, with -1 resolved. `key`: what errors call the mesh.
+
+    Raises:
+      ConfigError: if the devices do not divide evenly, or do not suffice.
+    """
+    sizes = {name: getattr(mesh, name) for name in AXES}
     fixed = math.prod(size for size in sizes.values() if size > 0)
     for name, size in sizes.items():
         if size == -1:
             if num_devices % fixed:
-                raise ConfigError(
-                    f"config.mesh.{name} = -1: {num_devices} devices do not divide by the others, {fixed}"
-                )
+                raise ConfigError(f"{key}.{name} = -1: {num_devices} devices do not divide by the others, {fixed}")
             sizes[name] = num_devices // fixed
     total = math.prod(sizes.values())
     if total > num_devices or (total < num_devices and jax.process_count() > 1):
         product = " * ".join(f"mesh.{name} = {size}" for name, size in sizes.items())
-        raise ConfigError(f"config.{product}: needs {total} devices, there are {num_devices}")
+        raise ConfigError(f"{key.removesuffix('mesh')}{product}: needs {total} devices, there are {num_devices}")
+    return sizes
 
-    model, rows = config.model, config.train.batch_size // config.train.accumulation
-    batch_ways = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+
+def check_rows(config: Config, sizes: Mapping[str, int]) -> None:
+    """Raises ConfigError unless the rows of a micro-batch divide evenly over a mesh of these sizes."""
+    rows, batch_ways = config.train.batch_size // config.train.accumulation, row_ways(sizes)
     if rows % batch_ways:
         raise ConfigError(
             f"config.train.batch_size = {config.train.batch_size}: each of {config.train.accumulation} micro-batches "
             f"has {rows} rows, which mesh.data * mesh.fsdp * mesh.expert = {batch_ways} must divide"
         )
+
+
+def check_model(config: Config, sizes: Mapping[str, int]) -> None:
+    """Raises ConfigError unless the weights divide evenly over a mesh of these sizes."""
+    model = config.model
     experts = ("experts.count", config.experts.count, "expert"), ("experts.hidden", config.experts.hidden, "tensor")
     for key, size, axis in (
         ("model.width", model.width, "fsdp"),
@@ -119,17 +146,25 @@ def mesh_shape(config: Config, num_devices: int) -> tuple[int, ...]:
     ):
         if size % sizes[axis]:
             raise ConfigError(f"config.{key} = {size}: must be divisible by mesh.{axis} = {sizes[axis]}")
-    return tuple(sizes.values())
+
+
+def row_ways(sizes: Mapping[str, int]) -> int:
+    """Into how many parts a mesh of these sizes splits the rows of a batch."""
+    return math.prod(sizes.get(axis, 1) for axis in RULES.batch)
 
 
 def make_mesh(config: Config, devices: list | None = None) -> Mesh:
-    """The run's mesh over `devices` (default: all; the first ones when the config asks for fewer).
+    """The run's mesh over `devices` (default: all; the first ones when the config asks for fewer)."""
+    devices = jax.devices() if devices is None else devices
+    return mesh_of(mesh_shape(config, len(devices)), devices)
+
+
+def mesh_of(shape: tuple[int, ...], devices: list) -> Mesh:
+    """A mesh of these sizes over the first of these devices.
 
     Several CPU devices load no programs from the compilation cache: a loaded program may start its collectives in
     another order on each device, and then waits forever (jax 0.10.2 and 0.12).
     """
-    devices = jax.devices() if devices is None else devices
-    shape = mesh_shape(config, len(devices))
     devices = devices[: math.prod(shape)]
     if len(devices) > 1 and devices[0].platform == "cpu":
         host.load_no_programs()
@@ -138,6 +173,39 @@ def make_mesh(config: Config, devices: list | None = None) -> Mesh:
     except NotImplementedError:  # a mesh axis is no product of whole axes of the machine: some neighbours are far apart
         arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def within(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """What runs inside is laid out over this mesh; None: it stays on one device."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def in_groups(function: Callable) -> Callable:
+    """Applies a function of arrays of rows to the rows of each device apart, where a mesh splits them.
+
+    The leading dimension of whatever goes in and comes out is then that of all groups together. An index of a row
+    counts from the first of its group. So a gather of rows, or a scatter, moves nothing between devices.
+    """
+    groups = num_groups()
+    if groups == 1:
+        return function
+
+    def split(array: jax.Array) -> jax.Array:
+        array = array.reshape(groups, array.shape[0] // groups, *array.shape[1:])
+        return constrain_rows(array)
+
+    def join(array: jax.Array) -> jax.Array:
+        return constrain_rows(array.reshape(-1, *array.shape[2:]))
+
+    def run(*arrays):
+        return jax.tree.map(join, jax.vmap(function)(*jax.tree.map(split, arrays)))
+
+    return run
+
+
+def num_groups() -> int:
+    """Into how many parts the current mesh splits rows; 1 without one."""
+    return row_ways(jax.sharding.get_abstract_mesh().shape)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -7,18 +7,19 @@ import dataclasses
 import math
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
-from mod_jax import buckets, paths
+from mod_jax import buckets, paths, sharding
 from mod_jax import config as config_lib
 from mod_jax.analysis.routing_stats import capacities, capacity_error
-from mod_jax.config import Config
+from mod_jax.config import Config, MeshConfig
 from mod_jax.data import tokenizers
 from mod_jax.data.corpus import prepare_corpus
 from mod_jax.data.prepared import is_prepared
@@ -41,6 +42,7 @@ class TrainedModel:
       step: of the checkpoint.
       metadata: what the checkpoint says of its run.
       evaluation: the metrics of the evaluation that was recorded with the checkpoint; None if there was none.
+      mesh: what its weights are laid out over, and rows of a batch will be; None: it lies on one device.
     """
 
     config: Config
@@ -52,6 +54,7 @@ class TrainedModel:
     metadata: dict[str, Any]
     evaluation: dict[str, float] | None = None
     expert_cutoffs_LE: jax.Array | None = None
+    mesh: Mesh | None = None
 
     @property
     def trained_positions(self) -> int:
@@ -84,25 +87,34 @@ def chosen_workdir(root: pathlib.Path) -> paths.Folder | None:
     return workdir
 
 
-def restore(workdir: str | os.PathLike, step: int | None = None, *, context: int | None = None) -> TrainedModel:
-    """Loads the newest good checkpoint of a run, or that of `step`, onto the first device. Writes nothing.
+def restore(
+    workdir: str | os.PathLike,
+    step: int | None = None,
+    *,
+    context: int | None = None,
+    mesh: MeshConfig | Mapping[str, int] | None = None,
+) -> TrainedModel:
+    """Loads the newest good checkpoint of a run, or that of `step`. Writes nothing.
 
     Neither the corpus nor the tokenizer's own file is needed: the tokenizer lies in the workdir.
 
     Args:
       context: the longest sequence to sample or score, in place of the run's own; caches are sized by it. Rotary
         positions have no limit, but positions from `data.seq_len` on were never trained.
+      mesh: devices to lay the model out over, such as `dict(tensor=4)`, whatever it was trained on; axes as in
+        `config.mesh`, 1 where left out. Each device reads its own part of the checkpoint. None: the first device alone.
 
     Raises:
       StorageError: if there is none, or if its tokenizer is damaged.
       CheckpointMismatch: if it is of another model than its own config describes, or of another tokenizer.
       RequestError: if the context is out of range.
+      ConfigError: if there are not so many devices, or the weights do not divide evenly over them.
     """
+    mesh = as_mesh_config(mesh)
     workdir = paths.folder_to_read("--workdir", workdir)
     directory = workdir / CHECKPOINTS
     if not directory.is_dir():
         raise StorageError(f"{directory}: there is no such folder, so nothing was trained in this workdir yet")
-    here = SingleDeviceSharding(jax.local_devices()[0])
     parts = {}
 
     def wanted(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +130,9 @@ def restore(workdir: str | os.PathLike, step: int | None = None, *, context: int
         if config.experts_choose:
             shape = len(config.expert_depths), config.experts.count
             abstract["expert_cutoffs_LE"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract)
+        parts["mesh"] = serving_mesh(config, mesh)
+        lies = weight_shardings(model, abstract, parts["mesh"])
+        return jax.tree.map(lambda a, lies: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=lies), abstract, lies)
 
     with Checkpointer(directory, read_only=True) as checkpointer:
         restored = checkpointer.restore_fields(wanted, step)
@@ -126,6 +140,50 @@ def restore(workdir: str | os.PathLike, step: int | None = None, *, context: int
         raise StorageError(f"{directory}: there is no finished checkpoint yet")
     found = dict(step=restored.step, metadata=restored.metadata, evaluation=restored.metrics)
     return TrainedModel(**parts, **restored.state, **found)
+
+
+def as_mesh_config(mesh: MeshConfig | Mapping[str, int] | None) -> MeshConfig:
+    """Checked as far as it can be without a model. None: one device.
+
+    Raises:
+      RequestError: an axis that does not exist, or a size that is neither -1 (all that are left) nor >= 1.
+    """
+    sizes = dataclasses.asdict(mesh) if isinstance(mesh, MeshConfig) else dict(mesh or {})
+    for name, size in sizes.items():
+        if name not in sharding.AXES:
+            raise RequestError(f"mesh.{name}: no such axis; there are {', '.join(sharding.AXES)}")
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise RequestError(f"mesh.{name} = {size!r}: must be an integer >= 1, or -1 (all devices that are left)")
+    if list(sizes.values()).count(-1) > 1:
+        raise RequestError(
+            f"mesh: {' and '.join(n for n, size in sizes.items() if size == -1)} are -1; only one may be"
+        )
+    return MeshConfig(**{name: sizes.get(name, 1) for name in sharding.AXES})
+
+
+def serving_mesh(config: Config, mesh: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh | None:
+    """The mesh to sample and evaluate this model on, over `devices` (default: all); None where that is one device.
+
+    Raises:
+      ConfigError: there are not so many devices, the weights do not divide evenly over them, or this is one of several
+        processes.
+    """
+    devices = jax.devices() if devices is None else devices
+    if mesh == MeshConfig(data=1):
+        return None
+    if jax.process_count() > 1:
+        raise ConfigError(f"a model is sampled from and evaluated by one process, and there are {jax.process_count()}")
+    sizes = sharding.mesh_sizes(mesh, len(devices), "mesh")
+    sharding.check_model(config, sizes)
+    return sharding.mesh_of(tuple(sizes.values()), devices) if math.prod(sizes.values()) > 1 else None
+
+
+def weight_shardings(model: Model, abstract: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
+    """Where parameters and cut-offs lie: as in training, or all on the first device."""
+    if mesh is None:
+        return jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), abstract)
+    shardings = jax.tree.map(lambda _: sharding.replicated(mesh), abstract)
+    return shardings | {"params": sharding.param_shardings(mesh, model.logical_specs, abstract["params"])}
 
 
 def with_context(config: Config, context: int) -> Config:

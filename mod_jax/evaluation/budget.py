@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from mod_jax import sharding
 from mod_jax.data.batches import Batch, eval_batches
 from mod_jax.data.corpus import Corpus, prepare_corpus
 from mod_jax.errors import ConfigError, RequestError
@@ -43,10 +44,13 @@ def calibrate(
       batches: held-out text (see `held_out_batches`), best of other windows than those of the evaluation.
 
     Raises:
-      ConfigError: if the model cannot be run by selection "threshold".
+      ConfigError: if the model cannot be run by selection "threshold", or if the rows of a batch do not divide evenly
+        over its mesh.
     """
     model = as_model(model)
     capacities = check_capacity(model, capacity)
+    if model.mesh is not None:
+        sharding.check_rows(model.config, model.mesh.shape)
 
     @jax.jit
     def route(params, cutoffs_L, tokens_BT, positions_BT, segments_BT) -> RoutingRecord:
@@ -60,7 +64,9 @@ def calibrate(
     for index, wanted in enumerate(capacities):
         scores = []
         for batch in batches:
-            record = route(model.params, cutoffs_L, batch["tokens_BT"], batch["positions_BT"], batch["segment_ids_BT"])
+            given = (batch[name] for name in ("tokens_BT", "positions_BT", "segment_ids_BT"))
+            with sharding.within(model.mesh):
+                record = route(model.params, cutoffs_L, *given)
             scores.append(np.asarray(record.router_logits_BT[index])[batch["segment_ids_BT"] > 0])
         scores = np.sort(np.concatenate(scores))
         cutoffs_L[index] = cutoff_between(scores, wanted)

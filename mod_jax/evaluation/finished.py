@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -44,14 +45,16 @@ def evaluate_run(
     capacity: float | None = None,
     *,
     context: int | None = None,
+    mesh: MeshConfig | Mapping[str, int] | None = None,
 ) -> HeldOut:
-    """Evaluates a checkpoint of a run on its held-out windows, on one device.
+    """Evaluates a checkpoint of a run on its held-out windows.
 
     Args:
       run: the workdir, or a restored model.
       step: of the checkpoint; None for the newest. Not with a restored model.
       capacity: shift the cut-offs to this budget first, on every other batch; then the rest alone is evaluated.
       context: tokens per window, in place of `data.seq_len`; at least as many. Not with a restored model.
+      mesh: devices to lay the model out over (see `restore`). Not with a restored model, which has its own.
 
     Raises:
       ConfigError: if the config cannot be evaluated so; before anything is computed.
@@ -59,11 +62,11 @@ def evaluate_run(
       PathMismatchError: if the cached paths disagree with the uncached one.
     """
     if isinstance(run, TrainedModel):
-        if step is not None or context is not None:
-            raise RequestError("step and context: give them to restore(), the model is restored already")
+        if not step is context is mesh is None:
+            raise RequestError("step, context and mesh: give them to restore(), the model is restored already")
         model = run
     else:
-        model = restore(run, step, context=context)
+        model = restore(run, step, context=context, mesh=mesh)
     if capacity is not None:
         budget.check_capacity(model, capacity)
     seq_len = context or model.config.data.seq_len
@@ -107,10 +110,17 @@ def evaluate_run(
 
 
 def make_evaluator(model: TrainedModel, corpus: Corpus, seq_len: int | None = None) -> Evaluator:
-    """The trainer's own evaluator, on one device whatever the run was trained on. `seq_len`: tokens per window."""
+    """The trainer's own evaluator, where the model lies whatever the run was trained on. `seq_len`: tokens per window.
+
+    Raises:
+      ConfigError: the rows of a batch do not divide evenly over the mesh of the model.
+    """
     data = dataclasses.replace(model.config.data, seq_len=seq_len or model.config.data.seq_len)
     config = dataclasses.replace(model.config, mesh=MeshConfig(data=1), data=data)
-    return Evaluator(config, model.model, sharding.make_mesh(config, jax.local_devices()[:1]), corpus)
+    if model.mesh is None:
+        return Evaluator(config, model.model, sharding.make_mesh(config, jax.local_devices()[:1]), corpus)
+    sharding.check_rows(config, model.mesh.shape)
+    return Evaluator(config, model.model, model.mesh, corpus)
 
 
 def gate_lines(model: TrainedModel, evaluator: Evaluator) -> list[str]:
@@ -156,16 +166,19 @@ def check_paths(
     """
     sampler = Sampler(model, selection, cutoffs_L=model.cutoffs_L, capacity_L=capacity_L)
     tokens_1T = encode_prompt(model.tokenizer, ids_T, model.config.model.context, truncate=False)[None]
+    tokens_BT = np.repeat(tokens_1T, sampler.row_groups, axis=0)  # one for each part of a mesh
 
     @jax.jit
     def uncached(params, cutoffs_L):
         output = model.model.run(
-            params, tokens_1T, choice=Choice(selection or "topk", cutoffs_L, expert_cutoffs_LE=model.expert_cutoffs_LE)
+            params, tokens_BT, choice=Choice(selection or "topk", cutoffs_L, expert_cutoffs_LE=model.expert_cutoffs_LE)
         )
-        return -token_cross_entropy(output.logits_BTV[:, :-1], tokens_1T[:, 1:])[0][0]
+        return -token_cross_entropy(output.logits_BTV[:, :-1], tokens_BT[:, 1:])[0][0]
 
+    with sharding.within(model.mesh):
+        uncached_T = np.asarray(uncached(model.params, model.cutoffs_L))
     paths = {
-        "uncached": np.asarray(uncached(model.params, model.cutoffs_L)),
+        "uncached": uncached_T,
         "prefill": sampler.log_likelihoods(list(map(int, ids_T)))[0],
         "decode steps": sampler.log_likelihoods(list(map(int, ids_T)), stepwise=True)[0],
     }

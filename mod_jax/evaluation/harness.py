@@ -45,6 +45,10 @@ class HarnessModel(TemplateLM):
         capacity: float | None = None,
         context: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
+        data: int = 1,
+        fsdp: int = 1,
+        tensor: int = 1,
+        expert: int = 1,
         batch_size: Any = None,
         max_batch_size: Any = None,
         device: Any = None,
@@ -56,6 +60,7 @@ class HarnessModel(TemplateLM):
           workdir, step, context: as for `restore`.
           selection, capacity: as for `budgeted_sampler`.
           batch_tokens: tokens of one forward pass at most.
+          data, fsdp, tensor, expert: the mesh to lay the model out over, as for `restore`.
           batch_size, max_batch_size, device: given by the harness, and not read. Rows are put together by
             `batch_tokens`; JAX chooses the device (JAX_PLATFORMS).
 
@@ -69,7 +74,8 @@ class HarnessModel(TemplateLM):
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             raise RequestError(f"model_args: {name}: no such argument; {hint}")
         check_selection(selection, capacity)
-        model = restore(str(workdir), step, context=context)
+        mesh = dict(data=data, fsdp=fsdp, tensor=tensor, expert=expert)
+        model = restore(str(workdir), step, context=context, mesh=mesh)
         self._sampler, self._batch_tokens = budgeted_sampler(model, selection, capacity), batch_tokens
         self._context, self._tokenizer = self._sampler.config.model.context, self._sampler.tokenizer
         budget = "" if capacity is None else f", at capacity {capacity:g}"
@@ -136,7 +142,7 @@ class HarnessModel(TemplateLM):
         ]
         texts = [""] * len(prompts)
         with tqdm(total=len(prompts), disable=disable_tqdm, desc="generate_until") as bar:
-            for batch in batches_of_rows(lengths, self._context, self._batch_tokens):
+            for batch in batches_of_rows(lengths, self._context, self._batch_tokens, self._sampler.row_groups):
                 completions = self._sampler.generate([prompts[i] for i in batch], [options[i] for i in batch])
                 for index, completion in zip(batch, completions, strict=True):
                     texts[index] = completion.text

@@ -101,7 +101,8 @@ def score_pairs(
 def _scored(sampler: Sampler, pairs: Sequence[Pair], batch_tokens: int) -> Iterator[tuple[int, LogLikelihood]]:
     context = sampler.config.model.context
     rows = [np.concatenate([given, continuation])[-context - 1 :].astype(np.int32) for given, continuation in pairs]
-    for indices in batches_of_rows([row.size - 1 for row in rows], context, batch_tokens):
+    lengths = [row.size - 1 for row in rows]
+    for indices in batches_of_rows(lengths, context, batch_tokens, sampler.row_groups):
         for index, scores in zip(indices, sampler.score([rows[i] for i in indices]), strict=True):
             given, continuation = pairs[index]
             count = len(continuation)
@@ -110,16 +111,18 @@ def _scored(sampler: Sampler, pairs: Sequence[Pair], batch_tokens: int) -> Itera
             yield index, LogLikelihood(float(log_p.sum(dtype=np.float64)), bool(is_greedy.all()), count, cut)
 
 
-def batches_of_rows(lengths: Sequence[int], context: int, batch_tokens: int) -> Iterable[list[int]]:
+def batches_of_rows(lengths: Sequence[int], context: int, batch_tokens: int, groups: int = 1) -> Iterable[list[int]]:
     """Indices of rows that go together: of one bucket of lengths, and as many as `batch_tokens` has room for.
 
-    What fills a batch up to its own bucket counts too.
+    What fills a batch up to its own bucket counts too. `groups`: parts that a mesh splits rows into, each with as much
+    room.
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     batch: list[int] = []
     for index in order:
         width = bucket(lengths[batch[0]], context) if batch else 0
-        if batch and (bucket(lengths[index], context) != width or batch_bucket(len(batch) + 1) * width > batch_tokens):
+        rows_after = batch_bucket(len(batch) + 1, groups) // groups
+        if batch and (bucket(lengths[index], context) != width or rows_after * width > batch_tokens):
             yield batch
             batch = []
         batch.append(index)

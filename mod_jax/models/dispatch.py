@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from mod_jax import routing
 from mod_jax.models.blocks import Block, Choice, Chosen, Work
 from mod_jax.models.memory import Memory, Tokens
+from mod_jax.sharding import in_groups
 
 GetBlock = Callable[[], Block]
 
@@ -64,15 +65,19 @@ def in_token_passes(
 def in_row_passes(
     get_block: GetBlock, x_B1D: jax.Array, tokens: Tokens, chosen: Chosen, memory: Memory, *, num_rows: int
 ):
-    """`num_rows` of the rows that selected their one token per pass. Where no row did, no weight is read."""
+    """`num_rows` of the rows that selected their one token per pass. Where no row did, no weight is read.
+
+    On a mesh that splits rows, `num_rows` of each device's own: no row leaves its device, nor does its cache.
+    """
+    take, add, clear = map(in_groups, (_take, _add, _clear))
 
     def one_pass(carry):
         x_B1D, memory, left_B = carry
-        rows_R = routing.pack_selected(left_B, num_rows)
-        x_R1D, tokens_R1, gate_R1 = jax.tree.map(lambda a: _take(a, rows_R), (x_B1D, tokens, chosen.gate_BT))
+        rows_R = in_groups(lambda left_B: routing.pack_selected(left_B, num_rows))(left_B)
+        x_R1D, tokens_R1, gate_R1 = jax.tree.map(lambda a: take(a, rows_R), (x_B1D, tokens, chosen.gate_BT))
         update_R1D, memory, _ = get_block().update(x_R1D, tokens_R1, memory.rows(rows_R), chosen.choice)
-        x_B1D = _add(x_B1D, rows_R, _gated(gate_R1, update_R1D).astype(x_B1D.dtype))
-        return x_B1D, memory, _clear(left_B, rows_R)
+        x_B1D = add(x_B1D, rows_R, _gated(gate_R1, update_R1D).astype(x_B1D.dtype))
+        return x_B1D, memory, clear(left_B, rows_R)
 
     x_B1D, memory, _ = jax.lax.while_loop(_any_left, one_pass, (x_B1D, memory, chosen.selected_BT[:, 0]))
     return x_B1D, memory, None

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from mod_jax.models.layers import RotaryAngles, rotary_angles
+from mod_jax.sharding import in_groups
 
 EMPTY = -1  # position of an unused slot
 
@@ -167,25 +168,31 @@ class EmptySlots(NamedTuple):
 
 
 class SomeRows(NamedTuple):
-    """Some rows of `Slots`. What is appended is written into the whole, which comes back."""
+    """Some rows of `Slots`. What is appended is written into the whole, which comes back.
+
+    An index of a row counts from the first of its group, where a mesh splits rows (see `sharding.in_groups`).
+    """
 
     whole: Slots
     rows_R: jax.Array
 
     def append(self, items: Any, tokens: Tokens) -> tuple[Seen, Slots]:
-        rows_R, whole = self.rows_R, self.whole
-        slots_R = whole.lengths_B.at[rows_R].get(mode="fill", fill_value=0)
+        def run(whole, rows_R, items, positions_R):
+            slots_R = whole.lengths_B.at[rows_R].get(mode="fill", fill_value=0)
 
-        def write(old, new):
-            between = (slice(None),) * (old.ndim - 3)
-            return old.at[(rows_R, *between, slots_R)].set(new[..., 0, :], mode="drop")
+            def write(old, new):
+                between = (slice(None),) * (old.ndim - 3)
+                return old.at[(rows_R, *between, slots_R)].set(new[..., 0, :], mode="drop")
 
-        new = Slots(
-            jax.tree.map(write, whole.items, items),
-            whole.positions_BS.at[rows_R, slots_R].set(tokens.positions_BT[:, 0], mode="drop"),
-            whole.lengths_B.at[rows_R].add(1, mode="drop"),
-        )
-        return jax.tree.map(lambda array: array.at[rows_R].get(mode="clip"), new).seen(), new
+            new = Slots(
+                jax.tree.map(write, whole.items, items),
+                whole.positions_BS.at[rows_R, slots_R].set(positions_R, mode="drop"),
+                whole.lengths_B.at[rows_R].add(1, mode="drop"),
+            )
+            return jax.tree.map(lambda array: array.at[rows_R].get(mode="clip"), new), new
+
+        some, new = in_groups(run)(self.whole, self.rows_R, items, tokens.positions_BT[:, 0])
+        return some.seen(), new
 
 
 @jax.tree_util.register_dataclass
@@ -217,7 +224,8 @@ class FilledRows(NamedTuple):
     rows_R: jax.Array
 
     def append(self, items: Any, tokens: Tokens) -> tuple[Seen, Filled]:
-        some = jax.tree.map(lambda array: array.at[self.rows_R].get(mode="clip"), self.whole)
+        take = in_groups(lambda array, rows_R: array.at[rows_R].get(mode="clip"))
+        some = jax.tree.map(lambda array: take(array, self.rows_R), self.whole)
         return Seen(some.items, some.positions_BS, some.segments_BS, False), self.whole
 
 

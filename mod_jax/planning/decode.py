@@ -150,7 +150,7 @@ def trace_decoding(
     state, _ = jax.eval_shape(prefill, weights, request, ids_BT, ids_B, ids_B)
 
     here = SingleDeviceSharding(device)
-    lies = programs.state_shardings(here)
+    lies = programs.state_shardings(device)
 
     def place(tree, shardings=None):
         shardings = shardings or jax.tree.map(lambda _: here, tree)

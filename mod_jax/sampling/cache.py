@@ -17,6 +17,7 @@ from mod_jax import routing
 from mod_jax.config import Config
 from mod_jax.models.blocks import part
 from mod_jax.models.memory import EMPTY, Memory, Present, Slots, make_tokens
+from mod_jax.sharding import constrain
 
 SLACK = 1.08  # over the expected count: with half of the blocks routed at 12.5 %, 0.57 of a dense model's memory
 GROWTH = 1.5  # of the slots, each time that some row needs more
@@ -57,9 +58,17 @@ def init_cache(config: Config, batch_size: int, slots: tuple[int, ...]) -> Cache
 
         positions_BS = jnp.full((batch_size, num_slots), EMPTY, jnp.int32)
         items = jax.tree.map(zeros, _item(config, spec.mixer))
-        return Slots(items, positions_BS, jnp.zeros(batch_size, jnp.int32))
+        memory = Slots(items, positions_BS, jnp.zeros(batch_size, jnp.int32))
+        return jax.tree.map(lambda array: constrain(array, item_axes(config, array.shape)), memory)
 
     return tuple(empty(spec, num_slots) for spec, num_slots in zip(config.blocks, slots, strict=True))
+
+
+def item_axes(config: Config, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+    """The meaning of each dimension of an array of a cache (see `sharding.ShardingRules`): rows, then heads if it has
+    as many as there are key/value heads."""
+    heads = ("kv_heads",) if len(shape) == 4 and shape[1] == config.model.num_kv_heads else ()
+    return ("batch", *heads, *(None,) * (len(shape) - 1 - len(heads)))
 
 
 @functools.cache

@@ -12,16 +12,18 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mod_jax import sharding
 from mod_jax.errors import CacheOverflowError, ConfigError, RequestError
 from mod_jax.models.blocks import Choice
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling.choice import Options, check_integer, make_knobs, make_options, row_keys, shown
-from mod_jax.sampling.programs import GenerationState, Programs, Request, Scores, serving_stack
+from mod_jax.sampling.programs import GenerationState, Programs, Request, Scores, serving_stack, stack_shardings
 from mod_jax.sampling.text import Completion, Prompt, Row, TextStream, encode_prompt, list_prompts
 from mod_jax.trained import TrainedModel, as_model, best_selection, causal_selection
 
@@ -87,13 +89,20 @@ class Sampler:
         self._capacity_L = tuple(capacity_L or ()) or self.config.capacity_L
         self._overflow, self._growth = overflow, 0
 
-        platform = jax.default_backend()
-        stack = jax.jit(lambda params: serving_stack(self.config, model.model, params, platform))(model.params)
+        platform, self._mesh = jax.default_backend(), model.mesh
+        self.row_groups = 1 if model.mesh is None else sharding.row_ways(model.mesh.shape)
+
+        def serve(params):
+            return serving_stack(self.config, model.model, params, platform)
+
+        with sharding.within(self._mesh):
+            lies = self._mesh and stack_shardings(jax.eval_shape(serve, model.params), self._mesh)
+            stack = jax.jit(serve, out_shardings=lies)(model.params)
         # Flat, because passing modules through `jit` costs more time than a small model's step.
         self._weights, structure = jax.tree.flatten(stack)
         vocab_size = self.tokenizer.vocab_size
         programs = Programs(self.config, structure, self._capacity_L, vocab_size, num_drafts, platform)
-        shardings = programs.state_shardings(self._weights[0].sharding)
+        shardings = programs.state_shardings(self._mesh or next(iter(self._weights[0].devices())))
         self._prefill = jax.jit(
             programs.prefill, static_argnames=("num_positions", "slots"), out_shardings=(shardings, None)
         )
@@ -128,7 +137,7 @@ class Sampler:
         if num_positions is not None:
             check_integer("num_positions", num_positions, "None (the context) or an integer >= 1", lambda x: x >= 1)
         positions = num_positions or self.config.model.context
-        slots, rows = self._slots(positions), batch_bucket(batch_size)
+        slots, rows = self._slots(positions), batch_bucket(batch_size, self.row_groups)
         ours = cache_lib.cache_bytes(self.config, rows, slots)
         full = cache_lib.cache_bytes(self.config, rows, (positions,) * len(slots))
         trained = ", ".join(self.config.causal_selections) or "none, the model is dense"
@@ -136,6 +145,9 @@ class Sampler:
             f"selection {self.selection} (trained: {trained}){self._why and ', ' + self._why}; cache for {rows} x "
             f"{positions} positions {ours / 2**20:.2f} MiB, {ours / full:.3f} of a dense model's {full / 2**20:.2f} MiB"
         )
+        if self._mesh is not None:
+            axes = " x ".join(f"{axis} {size}" for axis, size in self._mesh.shape.items() if size > 1)
+            text += f"; over {self._mesh.size} devices, {axes}"
         trained = self._trained_positions
         return text + (f"; positions from {trained} on were never trained" if positions > trained else "")
 
@@ -165,7 +177,8 @@ class Sampler:
         for batch_size, length in itertools.product(batch_sizes, prompt_lengths):
             prompts = [[1] * (length - 1)] * batch_size
             request, state, _ = self._start(*self._rows(prompts, None, dict(max_new_tokens=max_new_tokens)))
-            self._advance(self._weights, request, state=state, target=np.int32(0))
+            with sharding.within(self._mesh):
+                self._advance(self._weights, request, state=state, target=np.int32(0))
         return self.num_programs - before
 
     def generate(
@@ -228,10 +241,12 @@ class Sampler:
         if not rows:
             return []
         length = self._bucket(max(row.size for row in rows) - 1)
-        tokens_BT, lengths_B = _pad([row[:-1] for row in rows], length)
-        targets_BT, _ = _pad([row[1:] for row in rows], length)
+        tokens_BT, lengths_B = self._pad([row[:-1] for row in rows], length)
+        targets_BT, _ = self._pad([row[1:] for row in rows], length)
         score = self._score_stepwise if stepwise else self._score
-        scores = jax.device_get(score(self._weights, self._choice, tokens_BT, targets_BT, lengths_B))
+        with sharding.within(self._mesh):
+            given = self._by_rows((tokens_BT, targets_BT, lengths_B))
+            scores = jax.device_get(score(self._weights, self._choice, *given))
         return [Scores(*(a_BT[index, : row.size - 1] for a_BT in scores)) for index, row in enumerate(rows)]
 
     # The host side of a generation.
@@ -286,10 +301,13 @@ class Sampler:
                     return
                 target = int(state.steps) + steps
             else:  # some row's cache is full
-                state = state._replace(cache=self._grow(state.cache, slots=self._more_slots(num_positions)))
+                slots = self._more_slots(num_positions)
+                with sharding.within(self._mesh):
+                    state = state._replace(cache=self._grow(state.cache, slots=slots))
             # By a stop string, too, of which the device knows nothing.
-            state = state._replace(done_B=state.done_B | ended_B)
-            state = self._advance(self._weights, request, state=state, target=np.int32(target))
+            state = state._replace(done_B=state.done_B | self._by_rows(ended_B))
+            with sharding.within(self._mesh):
+                state = self._advance(self._weights, request, state=state, target=np.int32(target))
 
     def _take(self, rows: list[Row], state: GenerationState) -> None:
         """Reads from the device what each row has by now."""
@@ -303,7 +321,7 @@ class Sampler:
         Returns what stays the same, the state, and for how many positions it has room.
         """
         num_positions = self._bucket(max(row.ids.size + row.limit for row in rows))
-        tokens_BT, lengths_B = _pad([row.ids for row in rows], self._bucket(max(row.ids.size for row in rows)))
+        tokens_BT, lengths_B = self._pad([row.ids for row in rows], self._bucket(max(row.ids.size for row in rows)))
         filled = len(lengths_B) - len(rows)
         limits_B = np.array([row.limit for row in rows] + [0] * filled, np.int32)
         stop_BV = np.zeros((len(lengths_B), self.tokenizer.vocab_size), bool)
@@ -312,11 +330,13 @@ class Sampler:
         options = options + [Options()] * filled
         prompts = [row.ids for row in rows] + [np.zeros(0, np.int32)] * filled
         keys_B = row_keys([option.seed for option in options], prompts)
-        request = Request(self._choice, make_knobs(options), keys_B, stop_BV)
+        request = Request(self._choice, *self._by_rows((make_knobs(options), keys_B, stop_BV)))
+        given = self._by_rows((tokens_BT, lengths_B, limits_B))
         slots = self._slots(num_positions)
         while True:
             sizes = dict(num_positions=num_positions, slots=slots)
-            state, overflowed = self._prefill(self._weights, request, tokens_BT, lengths_B, limits_B, **sizes)
+            with sharding.within(self._mesh):
+                state, overflowed = self._prefill(self._weights, request, *given, **sizes)
             if not overflowed:
                 return request, state, num_positions
             slots = self._more_slots(num_positions)
@@ -342,16 +362,33 @@ class Sampler:
     def _bucket(self, length: int) -> int:
         return bucket(length, self.config.model.context)
 
+    def _pad(self, rows: list[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens [B, length] with zeros behind each row, lengths [B]); B is a bucket, filled up with empty rows."""
+        batch_size = batch_bucket(len(rows), self.row_groups)
+        lengths_B = np.array([row.size for row in rows] + [0] * (batch_size - len(rows)), np.int32)
+        tokens_BT = np.zeros((batch_size, length), np.int32)
+        for tokens_T, row in zip(tokens_BT, rows, strict=False):
+            tokens_T[: row.size] = row
+        return tokens_BT, lengths_B
+
+    def _by_rows(self, arrays: Any) -> Any:
+        """Arrays of rows, laid out over the mesh if there is one."""
+        return arrays if self._mesh is None else jax.device_put(arrays, sharding.batch_sharding(self._mesh))
+
 
 def bucket(length: int, context: int) -> int:
     """`length` rounded up to a power of two, at least MIN_BUCKET, at most the context."""
     return min(max(MIN_BUCKET, 1 << (length - 1).bit_length()), context)
 
 
-def batch_bucket(num_rows: int) -> int:
-    """`num_rows` rounded up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most a third of a batch only fills it up."""
+def batch_bucket(num_rows: int, groups: int = 1) -> int:
+    """`num_rows` rounded up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most a third of a batch only fills it up.
+
+    On a mesh, so many rows for each of the `groups` of devices that rows are split over.
+    """
+    num_rows = -(-num_rows // groups)
     power = 1 << (num_rows - 1).bit_length()
-    return 3 * power // 4 if power >= 4 and num_rows <= 3 * power // 4 else power
+    return groups * (3 * power // 4 if power >= 4 and num_rows <= 3 * power // 4 else power)
 
 
 def generate(
@@ -379,13 +416,3 @@ def _are_numbers(values, count: int, allowed: Callable[[np.ndarray], np.ndarray]
         return False
     array = np.asarray(values)
     return count == 0 or (array.dtype.kind in "iuf" and bool(np.all(allowed(array))))
-
-
-def _pad(rows: list[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [B, length] with zeros behind each row, lengths [B]); B is a bucket, filled up with rows of length 0."""
-    batch_size = batch_bucket(len(rows))
-    lengths_B = np.array([row.size for row in rows] + [0] * (batch_size - len(rows)), np.int32)
-    tokens_BT = np.zeros((batch_size, length), np.int32)
-    for tokens_T, row in zip(tokens_BT, rows, strict=False):
-        tokens_T[: row.size] = row
-    return tokens_BT, lengths_B

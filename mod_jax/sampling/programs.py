@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.experimental.layout import Format, Layout
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from mod_jax import tuning
+from mod_jax import sharding, tuning
 from mod_jax.config import Config
 from mod_jax.models.blocks import Choice
 from mod_jax.models.model import Model
@@ -112,19 +113,31 @@ class Programs:
 
         return jax.lax.while_loop(goes_on, step, state)
 
-    def state_shardings(self, weights: jax.sharding.Sharding) -> GenerationState | None:
-        """Where and how the arrays of a state are to lie, beside the weights; None: as the compiler has it by default.
+    def state_shardings(self, place: jax.Device | Mesh) -> GenerationState | None:
+        """Where and how the arrays of a state are to lie, on a device or on a mesh; None: as the compiler has it by
+        default.
 
-        See `tuning.cache_layout`.
+        On a mesh, rows lie with their caches over the axes of rows, heads of a cache over those of tensor. For the
+        order of dimensions see `tuning.cache_layout`.
         """
         layout = tuning.cache_layout(self.platform, self.config.model.head_dim)
-        if layout is None or len(weights.device_set) > 1:
+        if isinstance(place, Mesh):
+            rows, once = sharding.batch_sharding(place), sharding.replicated(place)
+        elif layout is None:
             return None
-        device = SingleDeviceSharding(*weights.device_set)
+        else:
+            rows = once = SingleDeviceSharding(place)
         cache = jax.eval_shape(lambda: cache_lib.init_cache(self.config, 1, (1,) * len(self.config.blocks)))
-        heads = Format(Layout(layout), device)
-        cache = jax.tree.map(lambda array: heads if array.ndim == len(layout) else device, cache)
-        return GenerationState(cache, *[device] * (len(GenerationState._fields) - 1))
+
+        def lies(array) -> jax.sharding.Sharding | Format:
+            here = rows
+            if isinstance(place, Mesh):
+                axes = cache_lib.item_axes(self.config, array.shape)
+                here = NamedSharding(place, sharding.RULES.spec(axes, array.shape, dict(place.shape)))
+            return here if layout is None or array.ndim != len(layout) else Format(Layout(layout), here)
+
+        of_rows = [once if name == "steps" else rows for name in GenerationState._fields[1:]]
+        return GenerationState(jax.tree.map(lies, cache), *of_rows)
 
     def score(self, weights, choice: Choice, tokens_BT, targets_BT, lengths_B) -> Scores:
         """What the model says of each target, the token behind the one at its place; by one prefill."""
@@ -140,7 +153,7 @@ class Programs:
         def step(cache, position):
             positions_B = jnp.full(B, position, jnp.int32)
             given = (tokens_BT[:, position], positions_B, positions_B < lengths_B, cache, choice)
-            output = decode(stack, *given, self._expected(B))
+            output = decode(stack, *given, self._expected(B // sharding.num_groups()))
             return output.cache, self._scores(stack.logits(output.x_BTD)[:, 0], targets_BT[:, position])
 
         cache = cache_lib.init_cache(self.config, B, (T,) * len(self.config.blocks))
@@ -151,21 +164,25 @@ class Programs:
         return Scores(log_p_B, jnp.argmax(logits_BV[:, : self.num_ids], axis=-1) == targets_B)
 
     def _scores_in_chunks(self, stack: Stack, x_BTD, targets_BT) -> Scores:
-        """Of all positions. The logits of one chunk of tokens exist at a time, as in training."""
+        """Of all positions. The logits of one chunk of tokens exist at a time on each device, as in training."""
         B, T = targets_BT.shape
-        M = min(B * T, tuning.default_loss_chunk())
-        N = -(-B * T // M)
+        G = sharding.num_groups()
+        K = B // G * T  # tokens of a group of rows
+        M = min(K, tuning.default_loss_chunk())
+        N = -(-K // M)
 
         def chunks(a_BT):
-            a_M = a_BT.reshape(B * T, *a_BT.shape[2:])
-            return jnp.pad(a_M, [(0, N * M - B * T)] + [(0, 0)] * (a_M.ndim - 1)).reshape(N, M, *a_M.shape[1:])
+            a_GK = a_BT.reshape(G, K, *a_BT.shape[2:])
+            a_GK = jnp.pad(a_GK, [(0, 0), (0, N * M - K)] + [(0, 0)] * (a_GK.ndim - 2))
+            return a_GK.reshape(G, N, M, *a_GK.shape[2:]).swapaxes(0, 1)
 
         def one_chunk(chunk):
-            x_MD, targets_M = chunk
-            return self._scores(stack.logits(x_MD[None])[0], targets_M)
+            x_GMD, targets_GM = chunk
+            scores = self._scores(stack.logits(x_GMD).reshape(G * M, -1), targets_GM.reshape(G * M))
+            return jax.tree.map(lambda a: a.reshape(G, M), scores)
 
-        scores_NM = jax.lax.map(one_chunk, (chunks(x_BTD), chunks(targets_BT)))
-        return jax.tree.map(lambda a_NM: a_NM.reshape(-1)[: B * T].reshape(B, T), scores_NM)
+        scores_NGM = jax.lax.map(one_chunk, (chunks(x_BTD), chunks(targets_BT)))
+        return jax.tree.map(lambda a: a.swapaxes(0, 1).reshape(G, N * M)[:, :K].reshape(B, T), scores_NGM)
 
     def _prompt(self, weights, choice: Choice, tokens_BT, lengths_B, slots) -> tuple[Stack, Output]:
         stack = jax.tree.unflatten(self.structure, weights)
@@ -177,7 +194,7 @@ class Programs:
 
     def _decode(self, stack, state: GenerationState, request: Request, tokens_B, positions_B, live_B):
         given = (tokens_B, positions_B, live_B, state.cache, request.choice)
-        output = decode(stack, *given, self._expected(len(tokens_B)))
+        output = decode(stack, *given, self._expected(len(tokens_B) // sharding.num_groups()))
         state = state._replace(
             cache=output.cache,
             fed_B=state.fed_B + live_B,
@@ -210,6 +227,7 @@ class Programs:
         return _emit(state, chosen_B[:, None], jnp.ones_like(chosen_B), request.stop_BV)
 
     def _expected(self, count: int) -> tuple[int, ...]:
+        """Tokens per pass of `count`, for each routed block."""
         return tuple(tuning.rows_per_pass(count, capacity, self.platform) for capacity in self.capacity_L)
 
 
@@ -221,6 +239,20 @@ def serving_stack(config: Config, model: Model, params: dict[str, Any], platform
     dtype = jnp.dtype(config.model.dtype)
     params = jax.tree.map(lambda w, group: w.astype(dtype) if group == "matrix" else w, params, model.groups)
     return split(model.merge(params), platform)
+
+
+def stack_shardings(stack: Stack, mesh: Mesh) -> Stack:
+    """Where the weights of a stack of shapes lie on a mesh: as in training, by the axes that each declares.
+
+    In `inside`, and in units that were taken apart, the axis of layers is there or is not: it is never split.
+    """
+
+    def place(weight: nnx.Param) -> nnx.Param:
+        axes = tuple(axis for axis in weight.get_metadata()["out_sharding"] if axis != "layers")
+        axes = (None,) * (weight.ndim - len(axes)) + axes
+        return weight.replace(NamedSharding(mesh, sharding.RULES.spec(axes, weight.shape, dict(mesh.shape))))
+
+    return jax.tree.map(place, stack, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
 
 
 def _emit(state: GenerationState, tokens_BE, count_B, stop_BV) -> GenerationState:

@@ -84,7 +84,7 @@ def split(decoder: Decoder, platform: str) -> Stack:
     blocks = jax.tree.map(lambda weight: weight, blocks)  # copies: the decoder's own stay whole
     if not tuning.stacks_weights(platform):
         for block in (block.block if block.routed else block for block in blocks):
-            if block.has_experts:
+            if block.has_experts and jax.sharding.get_abstract_mesh().empty:  # on a mesh they lie by experts, or may
                 block.experts.take_apart()
     else:
         for kind in {kinds[depth] for depth in routed}:
@@ -169,7 +169,7 @@ def decode(
       rows_L: R of each routed block, rows per pass (see `tuning.rows_per_pass`); not read at batch 1, nor if nobody is
         chosen.
     """
-    if choice.rule == "nobody" or len(tokens_B) == 1:
+    if choice.rule == "nobody" or len(tokens_B) == 1:  # on a mesh that splits rows there are more
         dispatches = [bypass if choice.rule == "nobody" else by_branch] * len(stack.blocks)
     else:
         dispatches = [functools.partial(in_row_passes, num_rows=rows) for rows in rows_L]

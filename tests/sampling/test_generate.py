@@ -6,8 +6,9 @@ import math
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
+from mod_jax import sharding
 from mod_jax.errors import CacheOverflowError, ConfigError, RequestError
 from mod_jax.sampling import Options, Sampler, generate
 from mod_jax.sampling.generate import batch_bucket
@@ -90,14 +91,15 @@ def test_as_a_tpu_keeps_weights_and_caches_nothing_changes(build, monkeypatch):
     assert all(found[:2] == [(0, 2, 1, 3)] * 2 for found in layouts)
 
 
-def test_weights_over_several_devices_keep_the_caches_default_layout(build):
+def test_on_a_mesh_caches_keep_the_layout_of_a_tpu(build):
     model = build(**SHALLOW, **{"model.head_dim": 128})
     programs = Programs(model.config, None, (0.25,), 257, 0, "tpu")
-    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
-    assert programs.state_shardings(NamedSharding(mesh, PartitionSpec("fsdp"))) is None
-    mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    lies = programs.state_shardings(NamedSharding(mesh, PartitionSpec(None, "fsdp")))  # too many axes for a vector
-    assert lies.done_B == SingleDeviceSharding(jax.devices()[0])
+    assert programs.state_shardings(jax.devices()[0]).done_B == SingleDeviceSharding(jax.devices()[0])
+    mesh = sharding.mesh_of((2, 1, 2, 1), jax.devices())
+    lies = programs.state_shardings(mesh)
+    assert lies.cache[0].items[0].layout.major_to_minor == (0, 2, 1, 3)
+    assert lies.cache[0].items[0].sharding.spec == PartitionSpec(("data", "fsdp", "expert"), "tensor", None, None)
+    assert (lies.done_B, lies.steps) == (sharding.batch_sharding(mesh), sharding.replicated(mesh))
 
 
 def test_seeds_matter_and_repeat(sampler):
