@@ -1,9 +1,9 @@
 """Does it fit? python -m mod_jax.plan --config=configs/paper.py:size=3b --topology=v5e:16x16
 
-Compiles the real train step, or with --program=decode the real decoding loop, for a TPU slice that need not be there
-(pip install 'jax[tpu]'; no TPU, no corpus), and prints size, memory against what a chip has, FLOPs, what moves, and an
-estimate of the time. The same program is compiled once: its result is kept below the cache folder (data.cache_dir or
-MOD_JAX_CACHE).
+Compiles the real train step, or with --program=decode the real decoding loop and with --program=prefill the pass over
+the prompts, for a TPU slice that need not be there (pip install 'jax[tpu]'; no TPU, no corpus), and prints size, memory
+against what a chip has, FLOPs, what moves, and an estimate of the time. The same program is compiled once: its result
+is kept below the cache folder (data.cache_dir or MOD_JAX_CACHE).
 
 The last line says whether it fits; the exit code is 0 either way.
 """
@@ -17,9 +17,13 @@ from mod_jax.errors import ConfigError
 from mod_jax.outputs import to_json
 
 TOPOLOGY = flags.DEFINE_string("topology", None, "The TPU slice: v5e:16x16, or v5e-256; --list shows all.")
-PROGRAM = flags.DEFINE_enum("program", "train", ["train", "decode"], "What to plan: a train step, or sampling.")
-BATCH = flags.DEFINE_integer("batch", None, "With --program=decode: rows sampled together; default 8.")
-CONTEXT = flags.DEFINE_integer("context", None, "With --program=decode: positions of a row; default: model.context.")
+PROGRAM = flags.DEFINE_enum(
+    "program", "train", ["train", "decode", "prefill"], "What to plan: a train step, a token of sampling, its prompts."
+)
+BATCH = flags.DEFINE_integer("batch", None, "With decode and prefill: rows sampled together; default 8.")
+CONTEXT = flags.DEFINE_integer("context", None, "With decode and prefill: positions of a row; default: model.context.")
+PROMPT = flags.DEFINE_integer("prompt", None, "With prefill: tokens of the longest prompt; default: the context.")
+MESH = cli.define_mesh()
 LIST = flags.DEFINE_bool("list", False, "Show the slices that can be planned for, and exit.")
 JSON = flags.DEFINE_bool("json", False, "Print the report as one JSON object.")
 CONFIG = cli.define_config()
@@ -41,17 +45,26 @@ def main(argv: list[str]) -> int:
         config = cli.read_config(CONFIG.value)
         if TOPOLOGY.value is None:
             raise ConfigError("--topology is missing; for example --topology=v5e:4x4, and --list shows all")
-        if PROGRAM.value == "decode":
-            from mod_jax.planning import decode as plan
-
-            report = plan.make_report(config, TOPOLOGY.value, 8 if BATCH.value is None else BATCH.value, CONTEXT.value)
-        else:
+        if PROMPT.present and PROGRAM.value != "prefill":
+            raise ConfigError("--prompt needs --program=prefill")
+        if PROGRAM.value == "train":
             from mod_jax.planning import train_step as plan
 
-            for flag, key in ((BATCH, "train.batch_size"), (CONTEXT, "data.seq_len")):
-                if flag.value is not None:
+            keys = [(BATCH, "train.batch_size"), (CONTEXT, "data.seq_len")]
+            for flag, key in [*keys, *((flag, f"mesh.{axis}") for axis, flag in MESH.items())]:
+                if flag.present:
                     raise ConfigError(f"--{flag.name} needs --program=decode; a train step has --config.{key}")
             report = plan.make_report(config, TOPOLOGY.value)
+        else:
+            mesh = cli.mesh_of(MESH) if any(flag.present for flag in MESH.values()) else None
+            sizes = [8 if BATCH.value is None else BATCH.value, CONTEXT.value]
+            if PROGRAM.value == "decode":
+                from mod_jax.planning import decode as plan
+            else:
+                from mod_jax.planning import prefill as plan
+
+                sizes.append(PROMPT.value)
+            report = plan.make_report(config, TOPOLOGY.value, *sizes, mesh=mesh)
         print(to_json(report, indent=2) if JSON.value else plan.describe(report), flush=True)
 
     return cli.exit_code(run)

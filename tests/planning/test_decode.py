@@ -2,18 +2,22 @@
 
 import functools
 import json
+from types import MappingProxyType
 
 import jax
 import pytest
 
-from mod_jax import sampling
+from mod_jax import sampling, sharding
 from mod_jax.config import make_config
 from mod_jax.data.tokenizers import ByteTokenizer
 from mod_jax.errors import ConfigError
 from mod_jax.models import flops
 from mod_jax.models.model import make_model
 from mod_jax.planning import decode as plan
-from mod_jax.planning import topology
+from mod_jax.planning import serving, topology
+from mod_jax.sampling.cache import init_cache
+from mod_jax.sampling.programs import serving_stack
+from mod_jax.tuning import rows_per_pass
 
 CHANGES = {
     "model.width": 16,
@@ -46,11 +50,11 @@ def test_what_is_planned_is_what_the_sampler_runs(build, monkeypatch, num_rows, 
 
     monkeypatch.setattr(sampler, "_advance", watched)
     sampler.generate(["a"] * num_rows, max_new_tokens=8)
-    monkeypatch.setattr(plan, "PLATFORM", "cpu")
-    traced, layers = plan.trace_decoding(model.config, sampler.selection, num_rows, 32, jax.devices()[0])
+    monkeypatch.setattr(serving, "PLATFORM", "cpu")
+    traced, given = plan.trace_decoding(model.config, sampler.selection, num_rows, 32, jax.devices()[0])
     assert str(traced.jaxpr) == programs[0]
     kept = [(leaf.shape, leaf.dtype) for leaf in sampler._weights]
-    assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(layers)] == kept
+    assert [(leaf.shape, leaf.dtype) for leaf in given.weights] == kept
 
 
 @pytest.mark.parametrize(
@@ -64,23 +68,30 @@ def test_what_is_planned_is_what_the_sampler_runs(build, monkeypatch, num_rows, 
     ],
 )
 def test_expected_passes(rows, capacity, passes):
-    assert plan.expected_passes(rows, capacity) == pytest.approx(passes)
+    per_pass = rows_per_pass(rows, capacity, "tpu")
+    assert serving.expected_passes(rows, capacity, per_pass) == pytest.approx(passes)
 
 
 def test_expected_passes_of_many_rows_are_little_more_than_one():
-    assert 1 < plan.expected_passes(2048, 0.125) < 1.1
+    assert 1 < serving.expected_passes(2048, 0.125, rows_per_pass(2048, 0.125, "tpu")) < 1.1
+
+
+def test_a_pass_is_made_while_any_group_has_rows_left():
+    assert serving.expected_passes(1, 0.5, 1, groups=2) == pytest.approx(0.75)
+    # Of 2 rows in one pass each: 0, 1 or 2 passes with chances 1/4, 1/2, 1/4; the larger of two groups.
+    assert serving.expected_passes(2, 0.5, 1, groups=2) == pytest.approx((1 - 1 / 16) + (1 - 9 / 16))
 
 
 def test_bytes_read_by_hand():
     """D 16, 2 heads of 8, F 64, V 64, FR: float32. A block has 4 matrices of 16 x 16, two of 16 x 64, norms."""
     config = make_config(**{**CHANGES, "model.depth": 2})
     model = make_model(config, 64)
-    serving_stack = functools.partial(plan.serving_stack, config, model, platform="tpu")
-    stack = jax.eval_shape(serving_stack, model.abstract_params)
+    stack = jax.eval_shape(functools.partial(serving_stack, config, model, platform="tpu"), model.abstract_params)
     block = 4 * (4 * 16 * 16 + 2 * 16 * 64 + 2 * 16 + 2 * 8)
     heads = 4 * (16 + 16 * 32 + 32 + 32 + 1)  # router; predictor of 32 hidden units
     outside = 4 * (16 * 64 + 16)  # unembedding, final norm; of the table B rows alone
-    read = plan.bytes_read(config, stack, 4, (64, 24), [1.0, 0.5], [4, 2], [0.0, 0.0])
+    cache = jax.eval_shape(lambda: init_cache(config, 4, (64, 24)))
+    read = plan.bytes_read(config, stack, cache, [1.0, 0.5], [4, 2], [0.0, 0.0])
     assert read["weights"] == outside + block + heads + 0.5 * block
     # Keys and values of 2 heads of 8 in float32, for 4 rows of 64 slots; half a pass of 2 rows of 24 slots; each slot
     # with its position, each row with its length.
@@ -109,10 +120,11 @@ def test_bytes_read_of_experts_are_those_of_the_ones_that_are_used():
     """As above; an expert has two matrices of 16 x 64, float32, and its router one of 16 x 4."""
     config = make_config(**{**CHANGES, **EXPERTS})
     model = make_model(config, 64)
-    stack = jax.eval_shape(functools.partial(plan.serving_stack, config, model, platform="tpu"), model.abstract_params)
+    stack = jax.eval_shape(functools.partial(serving_stack, config, model, platform="tpu"), model.abstract_params)
     expert, rest = 4 * 2 * 16 * 64, 4 * (4 * 16 * 16 + 16 * 4 + 2 * 16 + 2 * 8)
     heads, outside = 4 * (16 + 16 * 32 + 32 + 32 + 1), 4 * (16 * 64 + 16)
-    read = plan.bytes_read(config, stack, 4, (64, 24), [1.0, 0.5], [4, 2], [3.0, 1.5])
+    cache = jax.eval_shape(lambda: init_cache(config, 4, (64, 24)))
+    read = plan.bytes_read(config, stack, cache, [1.0, 0.5], [4, 2], [3.0, 1.5])
     assert read["weights"] == outside + heads + rest + 3 * expert + 0.5 * (rest + 1.5 * expert)
 
 
@@ -121,15 +133,15 @@ def test_bytes_read_of_experts_are_those_of_the_ones_that_are_used():
 
 @pytest.fixture
 def report(tmp_path, monkeypatch):
-    """A function of config changes that plans for a chip of v5e:2x2."""
+    """A function of config changes that plans for v5e:2x2, by default for one of its chips."""
     real = topology.importlib.metadata.version
     monkeypatch.setattr(topology.importlib.metadata, "version", lambda name: "1" if name == "libtpu" else real(name))
     monkeypatch.setattr(topology, "devices", lambda product: jax.devices()[: product.num_chips])
-    monkeypatch.setattr(topology, "coordinates", lambda mesh: [(0, 0, 0)])
+    monkeypatch.setattr(topology, "coordinates", lambda mesh: [divmod(i, 2) + (0,) for i in range(mesh.size)])
 
-    def make(batch=4, context=None, **changes):
+    def make(batch=4, context=None, mesh=MappingProxyType({}), **changes):
         config = make_config(**{**CHANGES, "data.cache_dir": str(tmp_path), **changes})
-        return plan.make_report(config, "v5e-4", batch, context)
+        return plan.make_report(config, "v5e-4", batch, context, mesh)
 
     return make
 
@@ -152,7 +164,7 @@ def test_a_report(report):
     assert max(map(len, text.splitlines())) <= 120
     assert text.splitlines()[-1].startswith("verdict   FITS on a chip of v5e:2x2: 15.7")
     flat = " ".join(text.split())
-    for part in ("a sampler keeps a model on one chip; the other 3 are free", "not a measurement", "no TPU ran it"):
+    for part in ("one chip of v5e:2x2", "; the other 3 are free", "no chip needs another", "no TPU ran it"):
         assert part in flat
     assert report(batch=6)["compile"]["cached"]
 
@@ -179,6 +191,28 @@ def test_a_dense_model_has_no_routed_line(report):
         assert part in " ".join(text.split())
 
 
+def test_a_plan_over_all_chips(report):
+    """Two heads: tensor 2, and data 2. A chip holds half of the weights, and a quarter of the caches."""
+    one, found = report(), json.loads(json.dumps(report(mesh=None)))
+    assert found["topology"]["mesh"] == {"data": 2, "fsdp": 1, "tensor": 2, "expert": 1}
+    assert found["notes"][1:] == [
+        "the mesh is chosen here, tensor as large as it can be; sample takes it by --mesh.data=2 --mesh.tensor=2"
+    ]
+    assert found["rows_per_pass"] == [2, 2, 2, 2]
+    norms_and_routers = 2 * (4 * 16 * 33 + 4 * (32 + 32 + 1)) + 4 * (9 * 16 + 8 * 8)
+    matrices = one["memory"]["weights"] - norms_and_routers
+    assert found["memory"]["weights"] == norms_and_routers + matrices / 2
+    assert found["memory"]["loading"] == one["memory"]["loading"] - matrices
+    keys_and_values = sum(4 * slots * 2 * 2 * 8 * 4 for slots in (64, 24, 64, 24))
+    of_rows = one["memory"]["cache"] - keys_and_values
+    assert found["memory"]["cache"] == keys_and_values / 4 + of_rows / 2
+    assert {tuple(entry["axes"]) for entry in found["collectives"]} == {("data",), ("tensor",)}
+    assert found["memory"]["argument"] < 0.6 * one["memory"]["argument"]
+    text = " ".join(plan.describe(found).split())
+    for part in ("4 chips of v5e:2x2", "mesh data 2 x tensor 2", "collectives is not in it", "FITS on v5e:2x2: 15.7"):
+        assert part in text
+
+
 def test_a_context_is_rounded_up_as_the_sampler_does(report):
     found = report(context=33)
     assert (found["context"], found["notes"][1:]) == (64, ["--context=33 is rounded up to 64, as the sampler does"])
@@ -203,6 +237,8 @@ def test_a_plan_of_experts_says_how_many_are_read(report):
     [
         ((0,), {}, r"--batch=0: must be >= 1"),
         ((4, 65), {}, r"--context=65: must be in \[2, 64\], the model's context"),
+        ((4, None, {"tensor": 4}), {}, r"model.num_heads = 2: must be divisible by mesh.tensor = 4"),
+        ((4, None, {"data": 8}), {}, r"^mesh.data = 8 .*: needs 8 devices, there are 4"),
         ((4,), {"model.vocab_size": 0}, r"config.model.vocab_size = 0: planning reads no corpus"),
         ((4,), {"routing.gate": "softmax", "routing.predictor": False}, r"routing.gate = 'softmax'"),
         ((4,), {"routing.score": "stochastic", "routing.predictor": False}, r"routing.score = 'stochastic'"),
@@ -218,14 +254,18 @@ def test_advice(report):
     found["fits"] = False
     found["memory"] |= {"needed": 20 * 2**30}
     assert plan.verdict(found) == (
-        "DOES NOT FIT on a chip of v5e:2x2: decoding takes 20.00 GiB of 15.75 GiB; try --batch=2, then --context=32, "
-        "then a chip of v5p (95.73 GiB) or v6e (31.24 GiB)"
+        "DOES NOT FIT on a chip of v5e:2x2: decoding takes 20.00 GiB of 15.75 GiB a chip; try --batch=2, then "
+        "--context=32, then more chips, or chips of v5p (95.73 GiB) or v6e (31.24 GiB)"
     )
     found["memory"]["loading"] = 100 * 2**30
-    assert plan.verdict(found).endswith("beside those rounded; try fewer parameters: sampling splits no model")
+    assert plan.verdict(found).endswith("beside those rounded; try more chips")
     found |= {"fits": True}
     found["memory"] |= {"needed": 15 * 2**30, "loading": 0}
-    assert plan.verdict(found).endswith("0.75 GiB to spare (tight: a prompt needs room too)")
+    assert plan.verdict(found).endswith("0.75 GiB a chip to spare (tight)")
+    found |= {"fits": False}
+    found["topology"]["mesh"] = {"data": 2, "fsdp": 2, "tensor": 1, "expert": 1}
+    found["memory"] |= {"loading": 100 * 2**30}
+    assert plan.verdict(found).endswith("try --mesh.data=1 --mesh.fsdp=4 (weights split, slower), then more chips")
 
 
 # A real chip.
@@ -242,14 +282,14 @@ def test_the_compiled_loop_of_a_chip(tmp_path, batch):
     assert found["fits"]
     assert found["memory"]["argument"] >= found["memory"]["weights"] + found["memory"]["cache"]
     text = json.loads(json.dumps(found))
-    assert "one chip of v5e:1x1 (TPU v5 lite): a sampler keeps a model on one chip" in plan.describe(text)
+    assert "one chip of v5e:1x1 (TPU v5 lite)" in plan.describe(text)
 
-    (product, _), axes = topology.find_product("v5e:1x1"), (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((1,), tuple(plan.ONE_CHIP), axis_types=axes, devices=topology.devices(product))
-    traced, _ = plan.trace_decoding(config, "predictor", batch, 64, mesh.devices[0])
+    product, _ = topology.find_product("v5e:1x1")
+    mesh = sharding.mesh_of((1, 1, 1, 1), topology.devices(product))
+    traced, _ = plan.trace_decoding(config, "predictor", batch, 64, mesh.devices.item())
     compiled = topology.compile_for(traced.lower(), product, mesh, tmp_path / "plans")
     assert compiled.cached
-    often, never = (plan.read_loop(compiled.text, [passes] * 4, []) for passes in (1.0, 0.0))
+    often, never = (plan.read_loop(compiled.text, dict(mesh.shape), [passes] * 4, []) for passes in (1.0, 0.0))
     assert often.unknown_loops == never.unknown_loops == 0
     assert often.hbm_bytes > never.hbm_bytes
     assert often.moved == ()
