@@ -13,10 +13,12 @@ inside of custom kernels, matrix products that do not fill the matrix unit, and 
 that says which term to attack, and which of two plans is the faster.
 
 A ring sends (n - 1) / n of the array per chip and pass; an all-reduce is two passes. Each physical axis that a group
-extends along adds its links: both directions where the axis closes into a ring, half of that on an open line.
+extends along adds its links: both directions where the axis closes into a ring, half of that on an open line. Members
+that are k hops apart share each link with the k groups between them, which send at the same time: 1 / k of it is left.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from mod_jax.planning.collectives import Collective
@@ -71,5 +73,6 @@ def bandwidth(group: Sequence[int], product: Product, coordinates: Sequence[tupl
         members = {coordinates[device][axis] for device in group}
         whole = {place[axis] for place in coordinates}
         if len(members) > 1:
-            total += along_axis if closes and members == whole else along_axis / 2
+            hops = min(b - a for a, b in itertools.pairwise(sorted(members)))
+            total += (along_axis if closes and len(members) * hops == len(whole) else along_axis / 2) / hops
     return total or along_axis / 2

@@ -145,20 +145,22 @@ def rows_at_a_time(config: Config, mesh_shape: dict[str, int]) -> int:
     return config.train.batch_size // config.train.accumulation // math.prod(mesh_shape[axis] for axis in BATCH_AXES)
 
 
+def why_no_mesh(config: Config, num_devices: int) -> str:
+    """What keeps the config's mesh from covering that many devices; "" where nothing does."""
+    try:
+        covered = math.prod(sharding.mesh_shape(config, num_devices))
+    except ConfigError as error:
+        return str(error)
+    return "" if covered == num_devices else f"config.mesh covers {covered} of {num_devices} devices"
+
+
 def with_workable_mesh(config: Config, num_devices: int) -> tuple[Config, str]:
     """The config, or one whose mesh covers that many devices where its own cannot, and a note of what was changed.
 
     Most often there are more chips than rows: the smallest tensor axis then takes the rest.
     """
 
-    def problem(mesh: MeshConfig) -> str:
-        try:
-            covered = math.prod(sharding.mesh_shape(dataclasses.replace(config, mesh=mesh), num_devices))
-        except ConfigError as error:
-            return str(error)
-        return "" if covered == num_devices else f"config.mesh covers {covered} of {num_devices} devices"
-
-    why = problem(config.mesh)
+    why = why_no_mesh(config, num_devices)
     if not why:
         return config, ""
     expert = config.mesh.expert if config.mesh.expert > 0 and num_devices % config.mesh.expert == 0 else 1
@@ -166,11 +168,10 @@ def with_workable_mesh(config: Config, num_devices: int) -> tuple[Config, str]:
         ways = num_devices // expert // tensor
         sizes = dict(data=ways) if config.mesh.fsdp == 1 else dict(data=1, fsdp=ways)
         mesh = MeshConfig(**sizes, tensor=tensor, expert=expert)
-        if not problem(mesh):
+        planned = dataclasses.replace(config, mesh=mesh)
+        if not why_no_mesh(planned, num_devices):
             keys = " ".join(f"--config.mesh.{axis}={ways}" for axis, ways in dataclasses.asdict(mesh).items())
-            return dataclasses.replace(
-                config, mesh=mesh
-            ), f"{why}; planned instead with {keys}, to be given to train too"
+            return planned, f"{why}; planned instead with {keys}, to be given to train too"
     raise ConfigError(why)
 
 
@@ -192,9 +193,7 @@ def verdict(config: Config, report: dict[str, Any]) -> str:
     if config.model.remat != "full":
         changes.append("--config.model.remat=full")
     if rows > 1:
-        # The compiler's complaint names what it needed, and then what there is.
-        asked = re.search(r"\((\d+\.?\d*)G\)", report["compile"]["refused"])
-        excess = (float(asked[1]) * 2**30 if asked else memory["needed"]) / memory["available"]
+        excess = (bytes_asked(report["compile"]["refused"]) or memory["needed"]) / memory["available"]
         parts = min(rows, 2 ** max(1, math.ceil(math.log2(excess))))
         changes.append(f"--config.train.accumulation={parts * config.train.accumulation}")
     if mesh["data"] > 1 and split not in changes:
@@ -202,6 +201,12 @@ def verdict(config: Config, report: dict[str, Any]) -> str:
     changes.append("a larger slice")
     why = report["compile"]["refused"] or f"{size(memory['needed'])} of {size(memory['available'])} a chip"
     return f"DOES NOT FIT on {name}: {why}; try {', then '.join(changes)}"
+
+
+def bytes_asked(refused: str) -> float:
+    """What a refused program needs: the complaint names that first, and then what there is. 0 if it does not."""
+    asked = re.search(r"\((\d+\.?\d*)G\)", refused)
+    return float(asked[1]) * 2**30 if asked else 0.0
 
 
 def describe(report: dict[str, Any]) -> str:

@@ -40,6 +40,9 @@ def test_bytes_sent(kind, group, sent):
         (V5E_256, range(8), 50),
         (V5E_256, range(256), 200),
         (V5E_256, (0, 16), 50),
+        (V5E_256, (0, 8), 12.5),  # 16 chips send over 8 hops each, on 32 links of 50
+        (V5E_256, (0, 4), 12.5),  # one way only, of which four groups take a quarter each
+        (V5E_256, range(0, 16, 2), 50),  # every other chip of a ring, two groups
         (Product("v5e", "8x16"), range(16), 100),  # the axis of 16 closes, the axis of 8 does not
         (Product("v5e", "8x16"), range(128), 150),
     ],

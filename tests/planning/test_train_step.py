@@ -46,6 +46,13 @@ COMMANDS = [
         "error: --batch needs --program=decode; a train step has --config.",
     ),
     ([SMOKE, "--topology=v5e:2x2", "--program=decode", "--batch=0"], 2, "error: --batch=0: must be >= 1"),
+    (
+        [SMOKE, "--topology=v5e:2x2", "--program=decode", "--search"],
+        2,
+        "error: --search compares ways to train",
+    ),
+    ([SMOKE, "--topology=v5e:2x2", "--search_limit=3"], 2, "error: --search_limit needs --search"),
+    ([SMOKE, "--topology=v5e:2x2", "--search", "--batch=4"], 2, "error: --batch needs --program=decode"),
     ([SMOKE, "--topology=v5e:2x2", "--program=serve"], 2, "should be one of <train|decode>"),
     (["--list"], 0, "v6e:16x16      256   31.24 GiB  v6e-256"),
 ]
