@@ -6,7 +6,7 @@ dataset. Files may lie in a bucket.
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mod_jax import buckets, paths
 from mod_jax.data import sources, tfds_files
@@ -69,7 +69,8 @@ class Input:
 def find_inputs(source: str, text_key: str) -> list[Input]:
     """The inputs of `kind:PATH`, sorted by name.
 
-    Folders train/ and validation/, or these words in the names of all files, say to which split a file belongs.
+    Folders train/ and validation/, or these words in the names of all files, say to which split a file belongs. Those
+    of validation then come first, so that the first few inputs are a corpus too.
 
     Raises:
       ConfigError: the source is misspelt.
@@ -81,18 +82,22 @@ def find_inputs(source: str, text_key: str) -> list[Input]:
     if kind == "tfds":
         shards = list(tfds_files.shards(argument))
         told = len({stored for _, stored, *_ in shards}) == 2
-        return [
+        return _validation_first(
             Input(kind, f"{stored}-{i:05d}", ((stored, str(directory)),), size, stored if told else None, (first, end))
             for directory, stored, i, first, end, size in shards
-        ]
+        )
     suffixes = {"jsonl": JSON_LINES, "parquet": (".parquet",), "text": ("",)}[kind]
     sized = _sized_files(source, argument, suffixes)
     found = {name: IN_NAME.findall(name) for name, _, _ in sized}
     told = all(len(set(words)) == 1 for words in found.values()) and {words[0] for words in found.values()} == {*SPLITS}
     splits = {name: words[0] if told else None for name, words in found.items()}
     if kind != "text":
-        return [Input(kind, name, ((name, path),), size, splits[name]) for name, path, size in sized]
-    return list(_groups(sized, splits))
+        return _validation_first(Input(kind, name, ((name, path),), size, splits[name]) for name, path, size in sized)
+    return _validation_first(_groups(sized, splits))
+
+
+def _validation_first(found: Iterable[Input]) -> list[Input]:
+    return sorted(found, key=lambda one: one.split != "validation")
 
 
 def _groups(sized: list[tuple[str, str, int]], splits: dict[str, str | None]) -> Iterator[Input]:

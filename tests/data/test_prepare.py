@@ -141,10 +141,11 @@ def test_names_of_files_may_say_the_split(tmp_path):
     write_jsonl(folder, 2, "c4-train.{:05d}-of-00002.json")
     index = prepare(f"jsonl:{folder}", tmp_path / "out")
     assert [(shard["train"]["documents"], shard["validation"]["documents"]) for shard in index["shards"]] == [
-        (12, 0),
-        (12, 0),
         (0, 12),
+        (12, 0),
+        (12, 0),
     ]
+    assert prepare(f"jsonl:{folder}", tmp_path / "first", first=2)["shards"] == index["shards"][:2]
 
 
 def test_text_files_make_groups(tmp_path, monkeypatch):
@@ -159,6 +160,51 @@ def test_text_files_make_groups(tmp_path, monkeypatch):
     (tmp_path / "text" / "3.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"3\.txt is not UTF-8"):
         list(found[1].read("text", "text"))
+
+
+def write_tfds(root: pathlib.Path, texts: dict[str, list[str]]) -> None:
+    """A dataset `words` in the array_record format, in shards of four documents."""
+    import tensorflow_datasets as tfds
+
+    folder = root / "words" / "1.0.0"
+    folder.mkdir(parents=True)
+    info = tfds.core.DatasetInfo(
+        builder=tfds.core.DatasetIdentity(name="words", version="1.0.0", data_dir=str(folder), module_name="words"),
+        features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
+    )
+    writer = tfds.core.SequentialWriter(info, 4, file_format=tfds.core.FileFormat.ARRAY_RECORD)
+    writer.initialize_splits(list(texts))
+    writer.add_examples({split: [{"text": text} for text in found] for split, found in texts.items()})
+    writer.close_all()
+
+
+def test_a_tfds_dataset_is_prepared_by_shard(tmp_path, monkeypatch):
+    """Ten documents in three shards and three in one; the same corpus from two hosts, the later shards first."""
+    train, validation = texts_of(0, 10), texts_of(1, 3)
+    write_tfds(tmp_path / "tfds", {"train": train, "validation": validation})
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
+    index = prepare("tfds:words", tmp_path / "out")
+    documents = [(shard["train"]["documents"], shard["validation"]["documents"]) for shard in index["shards"]]
+    assert documents == [(0, 3), (4, 0), (4, 0), (2, 0)]
+    corpus = opened(f"tokens:{tmp_path / 'out'}", tmp_path)
+    for tokens, texts in ((corpus.train_parts[0], train), (corpus.validation_tokens, validation)):
+        expected = b"".join(b"\xff" + text.encode() for text in texts)
+        assert bytes(0xFF if i == 0 else i - 1 for i in tokens.all().tolist()) == expected
+
+    assert prepare("tfds:words", tmp_path / "hosts", mine=1, hosts=2) is None
+    assert prepare("tfds:words", tmp_path / "hosts", mine=0, hosts=2)["digest"] == index["digest"]
+    assert prepare("tfds:words", tmp_path / "first", first=2)["shards"] == index["shards"][:2]
+
+
+def test_a_tfds_dataset_without_validation_holds_documents_out(tmp_path, monkeypatch):
+    write_tfds(tmp_path / "tfds", {"train": texts_of(0, 10)})
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
+    index = prepare("tfds:words", tmp_path / "out")
+    held = [held_out(f"train[{i}]", ONE_IN) for i in range(10)]
+    assert [shard["validation"]["documents"] for shard in index["shards"]] == [
+        sum(held[first : first + 4]) for first in (0, 4, 8)
+    ]
+    assert 0 < sum(held) < 10
 
 
 def test_bpe_is_trained_once_and_lies_with_the_corpus(source, tmp_path):
