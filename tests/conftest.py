@@ -5,6 +5,7 @@ Set JAX_COMPILATION_CACHE_DIR or MOD_JAX_CACHE to put them elsewhere. The eight 
 `sharding.make_mesh`.
 """
 
+import gc
 import os
 import tempfile
 import uuid
@@ -38,6 +39,14 @@ host.prepare()
 host.load_no_programs()
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Frees the programs of each file: they hold memory maps, and where Linux has no more, XLA dies while it compiles."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

@@ -1,13 +1,14 @@
 """One of several processes that train together: test_multiprocess.py starts them.
 
-    python tests/multiprocess_worker.py PORT NUM_PROCESSES ORDER_JSON LATE PROCESS_ID WORKDIR CONFIG_JSON RECORD
+    python tests/multiprocess_worker.py PORT NUM_PROCESSES ORDER_JSON LATE MAY_GO_ON PROCESS_ID WORKDIR CONFIG_JSON RECORD
 
 ORDER_JSON lists the devices in the order in which the mesh takes them. LATE is how many seconds the last process takes
-longer to compile. RECORD is a file that gets one line of JSON per step, the example ids that this process loads, and
-then the outcome.
+longer to compile. Behind its first batch each process waits for the file MAY_GO_ON. RECORD is a file that gets one line
+of JSON per step, the example ids that this process loads, and then the outcome.
 """
 
 import json
+import pathlib
 import sys
 import time
 
@@ -18,7 +19,7 @@ from mod_jax import host
 
 def main() -> None:
     host.prepare()
-    port, num_processes, order, late, process_id, workdir, changes, record = sys.argv[1:]
+    port, num_processes, order, late, may_go_on, process_id, workdir, changes, record = sys.argv[1:]
     jax.distributed.initialize(f"localhost:{port}", int(num_processes), int(process_id))
 
     from mod_jax import sharding
@@ -31,6 +32,8 @@ def main() -> None:
 
         def put(run, batch):
             print(json.dumps(batch["example_ids_B"].tolist()), file=file, flush=True)
+            while not pathlib.Path(may_go_on).exists():
+                time.sleep(0.02)
             return put_batch(run, batch)
 
         def compile_late(run):

@@ -82,7 +82,8 @@ class Processes(NoneLeft):
         flags = f"--xla_force_host_platform_device_count={8 // num_processes} --xla_backend_optimization_level=1"
         environment = dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
         command = [sys.executable, str(ROOT / "tests" / "multiprocess_worker.py"), str(port), str(num_processes)]
-        command += [json.dumps([*order]), str(late)]
+        self.may_go_on = folder / "may_go_on"
+        command += [json.dumps([*order]), str(late), str(self.may_go_on)]
         folder.mkdir()
         self.records = [folder / f"{i}.jsonl" for i in range(num_processes)]
         self.logs = [folder / f"{i}.log" for i in range(num_processes)]
@@ -95,11 +96,12 @@ class Processes(NoneLeft):
                 )
 
     def wait_for_a_step(self):
-        """Until both have loaded a batch."""
+        """Until both have loaded a batch, behind which they wait for `finish`."""
         self.wait_until(lambda: all(record.exists() and record.read_text() for record in self.records), "a step")
 
     def finish(self):
         """(outcome, example ids of each step), by process."""
+        self.may_go_on.touch()
         codes = self.wait_for_the_end()
         assert not any(codes), (codes, self.outputs())
         lines = [[json.loads(line) for line in record.read_text().splitlines()] for record in self.records]
@@ -183,10 +185,10 @@ class Commands(NoneLeft):
         self.flags += ["--num_processes=2", f"--workdir={folder / 'run'}"]
         self.flags += [f"--config.{name}={value}" for name, value in changes.items()]
 
-    def start(self, process_id, *flags, root=ROOT, initialization_timeout=300):
+    def start(self, process_id, *flags, root=ROOT, initialization_timeout=300, **variables):
         number = len(self.processes)
         threads = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=1"
-        environment = dict(os.environ, XLA_FLAGS=threads, JAX_PLATFORMS="cpu", PYTHONPATH=str(root))
+        environment = dict(os.environ, XLA_FLAGS=threads, JAX_PLATFORMS="cpu", PYTHONPATH=str(root)) | variables
         timeouts = [f"--initialization_timeout={initialization_timeout}", "--heartbeat_timeout=10"]
         command = [sys.executable, "-m", "mod_jax.train", *self.flags, f"--process_id={process_id}", *timeouts, *flags]
         with (self.folder / f"{number}.out").open("w") as out, (self.folder / f"{number}.err").open("w") as err:
@@ -309,8 +311,10 @@ def test_a_process_id_given_twice(tmp_path):
 def test_a_process_that_fails_alone_keeps_its_own_error(tmp_path):
     with Commands(tmp_path) as commands:
         commands.start(0)
-        bad = commands.start(1, "--config.data.source=text:nowhere")
-        assert commands.end(bad)[0] == 5
+        bad = commands.start(1, MOD_JAX_CACHE="/proc/nowhere")
+        code, line = commands.end(bad)
+        assert code == 5
+        assert line.startswith("error: cannot write to the cache /proc/nowhere")
         code, line = commands.end(0)
         assert code == 6
         assert line.startswith("error: ")
