@@ -10,10 +10,12 @@ import os
 import tempfile
 import uuid
 
+from faults.harness import QUICK_COMPILER
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
+    + f" --xla_force_host_platform_device_count=8 {QUICK_COMPILER}"
     + " --xla_cpu_collective_call_terminate_timeout_seconds=300"  # eight devices may have to wait for two busy cores
 )
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get(
@@ -43,7 +45,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Frees the programs of each file: they hold memory maps, and where Linux has no more, XLA dies while it compiles."""
+    """Frees the programs of each file. They hold memory maps; where Linux has no more, XLA dies while it compiles."""
     yield
     jax.clear_caches()
     gc.collect()

@@ -1,6 +1,6 @@
 """One of several processes that train together: test_multiprocess.py starts them.
 
-    python tests/multiprocess_worker.py PORT NUM_PROCESSES ORDER_JSON LATE MAY_GO_ON PROCESS_ID WORKDIR CONFIG_JSON RECORD
+    python tests/multiprocess_worker.py PORT NUM_PROCESSES ORDER_JSON LATE MAY_GO_ON PROCESS_ID WORKDIR CONFIG RECORD
 
 ORDER_JSON lists the devices in the order in which the mesh takes them. LATE is how many seconds the last process takes
 longer to compile. Behind its first batch each process waits for the file MAY_GO_ON. RECORD is a file that gets one line

@@ -8,6 +8,7 @@ import sys
 
 import jax.numpy as jnp
 import pytest
+from faults.harness import QUICK_COMPILER
 
 from mod_jax import doctor
 
@@ -19,7 +20,7 @@ def test_a_report_has_a_line_per_check_and_no_secret(tmp_path):
     (tmp_path / "file").write_text("")
     command = [sys.executable, "-m", "mod_jax.doctor", f"--workdir={tmp_path}/file/run"]
     environment = os.environ | {"WANDB_API_KEY": "hunter2", "MOD_JAX_CACHE": str(tmp_path / "cache")}
-    environment |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=1"}
+    environment |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK_COMPILER}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     levels = {line.split()[1]: line.split()[0] for line in done.stdout.splitlines()[:-1]}
     assert " ".join(levels) == "versions settings devices memory cache data workdir clock training", done.stderr

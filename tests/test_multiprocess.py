@@ -79,7 +79,7 @@ class Processes(NoneLeft):
 
     def __init__(self, folder, workdir, changes, num_processes=2, order=range(8), late=0):
         port = harness.free_port()
-        flags = f"--xla_force_host_platform_device_count={8 // num_processes} --xla_backend_optimization_level=1"
+        flags = f"--xla_force_host_platform_device_count={8 // num_processes} {harness.QUICK_COMPILER}"
         environment = dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
         command = [sys.executable, str(ROOT / "tests" / "multiprocess_worker.py"), str(port), str(num_processes)]
         self.may_go_on = folder / "may_go_on"
@@ -187,7 +187,7 @@ class Commands(NoneLeft):
 
     def start(self, process_id, *flags, root=ROOT, initialization_timeout=300, **variables):
         number = len(self.processes)
-        threads = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=1"
+        threads = f"--xla_force_host_platform_device_count=1 {harness.QUICK_COMPILER}"
         environment = dict(os.environ, XLA_FLAGS=threads, JAX_PLATFORMS="cpu", PYTHONPATH=str(root)) | variables
         timeouts = [f"--initialization_timeout={initialization_timeout}", "--heartbeat_timeout=10"]
         command = [sys.executable, "-m", "mod_jax.train", *self.flags, f"--process_id={process_id}", *timeouts, *flags]

@@ -8,12 +8,12 @@ import subprocess
 import sys
 
 import pytest
-from harness import CACHE, ROOT, SMALL, newest_step
+from harness import CACHE, QUICK_COMPILER, ROOT, SMALL, newest_step
 
 ENVIRONMENT = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_backend_optimization_level=1",
+    "XLA_FLAGS": QUICK_COMPILER,
     "JAX_COMPILATION_CACHE_DIR": str(CACHE / "programs"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "MOD_JAX_CACHE": str(CACHE / "corpora"),
