@@ -6,9 +6,11 @@ an asterisk unless the peak is published: then the peak is the largest rate that
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +18,29 @@ import jax.numpy as jnp
 from mod_jax.tuning import Peak, published_peak
 
 
+def seconds_compiling() -> float:
+    """Seconds that XLA has compiled in this process since the first call."""
+    return _compilations().total
+
+
+@functools.cache
+def _compilations() -> types.SimpleNamespace:
+    counted = types.SimpleNamespace(total=0.0)
+
+    def add(event: str, seconds: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            counted.total += seconds
+
+    jax.monitoring.register_event_duration_secs_listener(add)
+    return counted
+
+
 class Throughput:
     """Rates and time left, since this process started.
 
     The clock starts when the first step has finished, so that its compilation counts nowhere. Time inside `pause()` is
-    left out of the rates. The time left holds the pauses to come, each as long as the shortest of its kind so far:
-    the first evaluation compiles.
+    left out of the rates. The time left holds the pauses to come, each as long as the shortest of its kind so far,
+    without what XLA compiled in it: the first evaluation compiles.
     """
 
     def __init__(
@@ -32,23 +51,29 @@ class Throughput:
         peak: Peak,
         pauses: dict[str, int] | None = None,
         clock=time.perf_counter,
+        compiled: Callable[[], float] = seconds_compiling,
     ):
-        """`pauses`: by kind, every how many steps one comes. All come at the last step too; those with 0 only there."""
+        """`pauses`: by kind, every how many steps one comes. All come at the last step too; those with 0 only there.
+
+        `clock` gives the time, `compiled` how much of it this process has spent compiling so far, both in seconds.
+        """
         self._total_steps, self._tokens_per_step, self._flops_per_step = total_steps, tokens_per_step, flops_per_step
-        self._peak, self._pauses, self._clock, self._paused = peak, pauses or {}, clock, 0.0
+        self._peak, self._pauses, self._clock, self._compiled = peak, pauses or {}, clock, compiled
+        self._paused = 0.0
         self._shortest: dict[str, float] = {}  # seconds of a pause, by kind
         self._first = self._last = None  # (step, time, seconds paused so far)
 
     @contextlib.contextmanager
     def pause(self, kind: str = "") -> Iterator[None]:
         """Marks time that is not training. `kind`: of those that come again, as given to `__init__`."""
-        start = self._clock()
+        start, compiled = self._clock(), self._compiled()
         try:
             yield
         finally:
             seconds = self._clock() - start
             self._paused += seconds
-            self._shortest[kind] = min(seconds, self._shortest.get(kind, math.inf))
+            again = max(seconds - (self._compiled() - compiled), 0.0)
+            self._shortest[kind] = min(again, self._shortest.get(kind, math.inf))
 
     def measure(self, step: int) -> dict[str, float]:
         """Call when `step` steps of the run are finished on the device: after the first, then as often as wanted.

@@ -3,8 +3,10 @@
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from mod_jax.training import rates
 from mod_jax.training.rates import Throughput, peak_of_devices
 from mod_jax.tuning import Peak, peak_flops
 
@@ -104,18 +106,21 @@ def test_pauses_slow_the_run_but_not_the_rates():
 
 
 def test_time_left_holds_the_evaluations_and_saves_to_come_and_does_not_jump_after_one():
-    clock, meter = _meter(100, pauses={"evaluation": 20, "save": 0})
+    clock = _Clock()
+    compiled = _Clock()
+    meter = Throughput(100, 100, 5e11, PEAK, {"evaluation": 20, "save": 0}, clock, compiled)
 
-    def evaluate(seconds):
+    def evaluate(seconds, compiling=0.0):
         with meter.pause("evaluation"):
-            clock.now += seconds
+            clock.now += seconds + compiling
+            compiled.now += compiling
 
     def train(step):
         clock.now += 10.0  # 10 steps of 1 s
         return meter.measure(step)["perf/eta_seconds"]
 
     meter.measure(0)
-    evaluate(9.0)  # compiles
+    evaluate(9.0, compiling=60.0)
     assert train(10) == 90 + 5 * 9  # at 20, 40, 60, 80, 100
     assert train(20) == 80 + 4 * 9  # the one at 20 is taken for begun
     evaluate(3.0)
@@ -150,3 +155,11 @@ def test_last_interval_shows_a_slowdown():
     found = meter.measure(20)
     assert found["perf/step_seconds"] == 4.0
     assert found["perf/tokens_per_second"] == 40.0  # 20 steps in 50 s
+
+
+def test_time_spent_compiling_is_counted_whatever_compiles():
+    before = rates.seconds_compiling()
+    jax.jit(lambda x: x * 3 + 1).lower(jnp.ones(5)).compile()
+    after = rates.seconds_compiling()
+    assert after > before
+    assert rates.seconds_compiling() == after
