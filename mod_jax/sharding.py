@@ -6,9 +6,10 @@ meaning of one dimension of an array ("embed", "heads"); `ShardingRules` says wh
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,40 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, RULES.spec(axes, x.shape, dict(mesh.shape)))
+
+
+_SENDS_LESS = contextvars.ContextVar("sends_less", default=False)
+
+
+@contextlib.contextmanager
+def sending_less() -> Iterator[None]:
+    """Products that are traced inside send tokens over fsdp where those are less than the weight.
+
+    For sampling. In decoding, a token of each row would otherwise send the whole model. In training tokens are many: it
+    sends weights alone, and what a plan finds of tokens between rows of a batch is a fault.
+    """
+    reset = _SENDS_LESS.set(True)
+    try:
+        yield
+    finally:
+        _SENDS_LESS.reset(reset)
+
+
+def moves_tokens(num_tokens: int, num_in: int, num_out: int) -> bool:
+    """Whether a product with a weight [num_in, num_out] that is split over fsdp sends tokens, and not the weight.
+
+    Tokens are sent once as they come in and, as sums of parts, twice as they go out.
+    """
+    split = _SENDS_LESS.get() and jax.sharding.get_abstract_mesh().shape.get("fsdp", 1) > 1
+    return split and num_tokens * (num_in + 2 * num_out) <= num_in * num_out
+
+
+def bring_together(x: jax.Array, last: str | None = None) -> jax.Array:
+    """The rows of all devices along fsdp on each of these; `last`: what the last dimension means, if that is known."""
+    rows = tuple(axis for axis in RULES.batch if axis != "fsdp")
+    free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    free = free if last is None else [None] * (x.ndim - 2) + [getattr(RULES, last)]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(rows, *free))
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ from mod_jax import routing
 from mod_jax.config import Config
 from mod_jax.errors import ConfigError
 from mod_jax.layout import BlockSpec
-from mod_jax.models.layers import RMSNorm, inverse_rms, normal
+from mod_jax.models.layers import RMSNorm, dense, inverse_rms, normal
 from mod_jax.models.memory import Filled, Memory, Seen, Tokens
 from mod_jax.sharding import param
 
@@ -289,7 +289,7 @@ class Predictor(nnx.Module):
         """Logits [B, T]; > 0 predicts membership. Reads scale_BT * input_BTD."""
         B, T, D = input_BTD.shape
         input_MD, scale_M1 = jax.lax.stop_gradient((input_BTD.reshape(B * T, D), scale_BT.reshape(B * T, 1)))
-        hidden_MP = jax.nn.relu(scale_M1 * (input_MD @ self.up_DP[...]) + self.up_bias_P[...][None])
+        hidden_MP = jax.nn.relu(scale_M1 * dense(input_MD, self.up_DP[...]) + self.up_bias_P[...][None])
         return (hidden_MP @ self.down_P[...] + self.down_bias_1[...]).reshape(B, T)
 
 

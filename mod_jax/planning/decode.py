@@ -72,7 +72,8 @@ def make_report(
         expected_passes(plan.rows, block.capacity, R, groups) for block, R in zip(config.blocks, rows, strict=True)
     ]
     experts = [expected_experts(config, depth, plan.rows, passes[depth]) for depth in range(len(config.blocks))]
-    read = serving.read_by_chip(arguments.stack, plan.mesh), serving.cache_by_chip(config, arguments, plan, slots)
+    weights = serving.read_by_chip(arguments.stack, plan.mesh, plan.batch_size)
+    read = weights, serving.cache_by_chip(config, arguments, plan, slots)
     report = {
         **describe_inputs(config, plan.product, plan.devices, dict(plan.mesh.shape)),
         "program": "decode",

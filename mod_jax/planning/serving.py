@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mod_jax import sharding
@@ -195,14 +196,27 @@ def held_bytes(tree: Any) -> int:
     return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes)
 
 
-def read_by_chip(stack: Stack, mesh: Mesh) -> Stack:
-    """What a chip reads of the weights if it reads all: split over tensor, and brought together over the others."""
+def read_by_chip(stack: Stack, mesh: Mesh, num_tokens: int) -> Stack:
+    """What a chip reads of the weights, if so many tokens of all chips go through all: its part over tensor; over fsdp
+    its part too where tokens are sent, and otherwise all parts (see `sharding.moves_tokens`)."""
 
-    def part(weight: jax.ShapeDtypeStruct, lies: NamedSharding) -> jax.ShapeDtypeStruct:
-        spec = PartitionSpec(*(axis if axis == "tensor" else None for axis in lies.spec))
-        return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(weight.shape), weight.dtype)
+    def part(weight: nnx.Param, lies: nnx.Param) -> nnx.Param:
+        spec = lies.get_value().spec
+        split = [axis if axis == "tensor" or (axis == "fsdp" and stays(weight)) else None for axis in spec]
+        shape = NamedSharding(mesh, PartitionSpec(*split)).shard_shape(weight.shape)
+        return weight.replace(jax.ShapeDtypeStruct(shape, weight.dtype))
 
-    return jax.tree.map(part, stack, stack_shardings(stack, mesh))
+    def stays(weight: nnx.Param) -> bool:
+        axes = [axis for axis in weight.get_metadata()["out_sharding"] if axis != "layers"]
+        sizes = weight.shape[-len(axes) :]
+        width = sizes[axes.index("embed")]
+        other = int(np.prod(sizes)) // width
+        num_in, num_out = (width, other) if axes[0] == "embed" else (other, width)
+        return "experts" not in axes and sharding.moves_tokens(num_tokens, num_in, num_out)
+
+    with sharding.within(mesh), sharding.sending_less():
+        is_param = dict(is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
+        return jax.tree.map(part, stack, stack_shardings(stack, mesh), **is_param)
 
 
 def cache_by_chip(config: Config, arguments: Arguments, serving: Serving, slots: tuple[int, ...]) -> cache_lib.Cache:
@@ -304,7 +318,7 @@ def verdict(report: dict[str, Any], what: str, smaller: Mapping[str, tuple[int, 
         return f"FITS {where}: {size(available - needed)} a chip to spare{loads}{tight}"
     changes = []
     if mesh["data"] > 1:
-        changes.append(f"--mesh.data=1 --mesh.fsdp={mesh['data'] * mesh['fsdp']} (weights split, slower)")
+        changes.append(f"--mesh.data=1 --mesh.fsdp={mesh['data'] * mesh['fsdp']} (weights split; more collectives)")
     larger = [f"{kind} ({size(chip.hbm_bytes)})" for kind, chip in topology.CHIPS.items() if chip.hbm_bytes > needed]
     changes.append("more chips" + (f", or chips of {' or '.join(larger)}" if larger else ""))
     if loading > available:

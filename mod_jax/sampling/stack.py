@@ -23,6 +23,7 @@ from mod_jax.models.dispatch import by_branch, bypass, in_row_passes, in_token_p
 from mod_jax.models.layers import Embedder, RMSNorm
 from mod_jax.models.memory import Tokens, make_tokens
 from mod_jax.sampling.cache import Cache
+from mod_jax.sharding import sending_less
 
 
 @jax.tree_util.register_dataclass
@@ -61,6 +62,7 @@ class Stack:
             block.experts.take_from(self.inside[kind].experts, index)
         return block
 
+    @sending_less()
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, V] from the residual stream behind the last block."""
         return self.embedder.logits(self.final_norm(x_BTD))
@@ -177,6 +179,7 @@ def decode(
     return _run(stack, tokens_B[:, None], tokens, cache, choice, dispatches)
 
 
+@sending_less()
 def _run(
     stack: Stack, ids_BT: jax.Array, tokens: Tokens, memories, choice: Choice, dispatches_L: Sequence[Dispatch]
 ) -> Output:

@@ -67,6 +67,25 @@ def test_restore_reads_parameters_cutoffs_and_config_alone(workdir):
         sampling.restore(workdir / "elsewhere")
 
 
+@pytest.mark.slow
+def test_over_several_devices_an_evaluation_finds_the_same(workdir):
+    one, _ = finished.evaluate_run(workdir, capacity=0.2)
+    several, lines = finished.evaluate_run(workdir, capacity=0.2, mesh=dict(data=2, tensor=2))
+    assert several.keys() == one.keys()
+    for name, value in one.items():
+        is_text = isinstance(value, str)
+        assert several[name] == (value if is_text else pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True)), name
+    assert any(line.startswith("paths agree: threshold") for line in lines)
+
+
+def test_an_evaluation_needs_rows_for_every_device(workdir):
+    for options in (dict(), dict(capacity=0.2)):
+        with pytest.raises(
+            ConfigError, match=r"has 8 rows, which mesh.data \* mesh.fsdp \* mesh.expert = 3 must divide"
+        ):
+            finished.evaluate_run(workdir, mesh=dict(data=3), **options)
+
+
 def test_generate_from_a_workdir(workdir):
     completion = sampling.generate(workdir, "a", temperature=0, max_new_tokens=8)[0]
     assert len(completion.tokens) == 8

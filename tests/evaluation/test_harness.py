@@ -81,7 +81,9 @@ def run_harness(folder, names, model="mod_jax", **arguments):
 
 @pytest.mark.slow
 def test_the_harness_gets_our_numbers(workdir, capsys):
-    results = run_harness(workdir.parent, TASKS, workdir=str(workdir), selection="threshold", batch_tokens=128)
+    """The harness's model lies over four devices, ours on one."""
+    options = dict(selection="threshold", batch_tokens=128, data=2, tensor=2)
+    results = run_harness(workdir.parent, TASKS, workdir=str(workdir), **options)
     assert "selection threshold" in capsys.readouterr().err
     sampler = budgeted_sampler(restore(workdir), "threshold", None)
     docs = [sample["doc"] for sample in results["samples"]["choice"]]

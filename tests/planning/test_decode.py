@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from types import MappingProxyType
 
 import jax
@@ -15,6 +16,7 @@ from mod_jax.models import flops
 from mod_jax.models.model import make_model
 from mod_jax.planning import decode as plan
 from mod_jax.planning import serving, topology
+from mod_jax.planning.collectives import find_collectives
 from mod_jax.sampling.cache import init_cache
 from mod_jax.sampling.programs import serving_stack
 from mod_jax.tuning import rows_per_pass
@@ -265,7 +267,9 @@ def test_advice(report):
     found |= {"fits": False}
     found["topology"]["mesh"] = {"data": 2, "fsdp": 2, "tensor": 1, "expert": 1}
     found["memory"] |= {"loading": 100 * 2**30}
-    assert plan.verdict(found).endswith("try --mesh.data=1 --mesh.fsdp=4 (weights split, slower), then more chips")
+    assert plan.verdict(found).endswith(
+        "try --mesh.data=1 --mesh.fsdp=4 (weights split; more collectives), then more chips"
+    )
 
 
 # A real chip.
@@ -293,6 +297,26 @@ def test_the_compiled_loop_of_a_chip(tmp_path, batch):
     assert often.unknown_loops == never.unknown_loops == 0
     assert often.hbm_bytes > never.hbm_bytes
     assert often.moved == ()
+
+
+@pytest.mark.slow
+def test_chips_send_single_tokens_and_neither_weights_nor_caches(tmp_path):
+    """By the real compiler. Of 4 rows on two devices along fsdp no array is larger than their hidden values of width
+    2048; of weights the smallest that is split has 512 * 256 numbers, of caches 2 rows * 64 slots * 512."""
+    pytest.importorskip("libtpu")
+    wide = {"model.width": 512, "model.num_heads": 4, "model.dtype": "bfloat16", "model.vocab_size": 512}
+    config = make_config(**{**CHANGES, **wide, "data.cache_dir": str(tmp_path)})
+    found = plan.make_report(config, "v5e:2x4", 8, mesh=dict(data=2, fsdp=2, tensor=2))
+    assert found["fits"]
+    product, _ = topology.find_product("v5e:2x4")
+    mesh = sharding.mesh_of((2, 2, 2, 1), topology.devices(product))
+    traced, _ = plan.trace_decoding(config, "predictor", 8, 64, mesh)
+    compiled = topology.compile_for(traced.lower(), product, mesh, tmp_path / "plans")
+    assert compiled.cached
+    moved = find_collectives(compiled.text, dict(mesh.shape))
+    assert {"data", "fsdp", "tensor"} <= {axis for collective in moved for axis in collective.axes}
+    for collective in moved:
+        assert math.prod(collective.shape) <= (8 if "data" in collective.axes else 4 * 2048), collective
 
 
 @pytest.mark.slow

@@ -33,10 +33,9 @@ def laid_out(model, **sizes):
 @pytest.mark.parametrize(
     ("changes", "selection", "num_drafts", "sizes"),
     [
-        (SHALLOW, "threshold", 0, dict(data=2, fsdp=2, tensor=2)),
+        ({**SHALLOW, "model.width": 64}, "threshold", 0, dict(data=2, fsdp=2, tensor=2)),  # tokens are sent
         pytest.param(SHALLOW, "predictor", 3, dict(data=4, tensor=2), marks=slow),
-        pytest.param({"model.layout": "FFR", **SHALLOW, "model.depth": 3}, "router", 0, dict(fsdp=8), marks=slow),
-        pytest.param({**SHALLOW, "routing.skipped_keys": "kept"}, "threshold", 0, dict(data=2, fsdp=4), marks=slow),
+        pytest.param({**SHALLOW, "routing.skipped_keys": "kept"}, "router", 0, dict(data=2, fsdp=4), marks=slow),
         pytest.param(EXPERTS, "threshold", 0, dict(data=2, tensor=2, expert=2), marks=slow),
         pytest.param(CHOOSING, "threshold", 0, dict(fsdp=2), marks=slow),
     ],
@@ -66,9 +65,11 @@ def in_use():
 
 @pytest.fixture
 def decoding(build, in_use):
-    """A sampler over data, fsdp and tensor, and the decoding loop that it compiles for 8 rows."""
+    """A sampler over data, fsdp and tensor, wide enough for tokens to be less than weights; and the decoding loop that
+    it compiles for 8 rows."""
     if not in_use:
-        sampler = Sampler(laid_out(build(**SHALLOW), data=2, fsdp=2, tensor=2), "threshold")
+        model = laid_out(build(**SHALLOW, **{"model.width": 64}), data=2, fsdp=2, tensor=2)
+        sampler = Sampler(model, "threshold")
         rows, options = sampler._rows(["x"] * 8, None, dict(max_new_tokens=8))
         request, state, _ = sampler._start(rows, options)
         with sharding.within(sampler._mesh):
@@ -86,17 +87,24 @@ def test_rows_and_heads_of_a_cache_lie_apart(decoding):
         assert slots.positions_BS.addressable_shards[0].data.shape == (B // 4, S)
 
 
-def test_decoding_moves_weights_over_fsdp_and_otherwise_single_tokens(decoding):
-    """Over data: flags alone. Over tensor: of 2 rows that a device has, sums of width 16 and the logits of 257 ids."""
+def test_decoding_moves_flags_over_data_and_single_tokens_over_fsdp_and_tensor(decoding):
+    """Of the 4 rows that devices along fsdp have together: up to 257 logits each. A cache or a weight is more."""
     moved = find_collectives(decoding["text"], dict(decoding["sampler"]._mesh.shape))
     assert {collective.axes for collective in moved} == {("data", "fsdp"), ("fsdp",), ("tensor",)}
-    weights = [(leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for leaf in decoding["sampler"]._weights]
-    assert not token_movers(moved, weights, ("data", "fsdp", "expert"))
     for collective in moved:
-        if "data" in collective.axes:
-            assert math.prod(collective.shape) <= 8, collective
-        elif "fsdp" not in collective.axes:
-            assert math.prod(collective.shape) <= 2 * 257, collective
+        assert math.prod(collective.shape) <= (1 if "data" in collective.axes else 4 * 257), collective
+
+
+def test_where_tokens_are_more_than_a_weight_it_is_the_weight_that_moves(build):
+    sampler = Sampler(laid_out(build(**SHALLOW), fsdp=2), "threshold")
+    tokens_BT = np.zeros((4, 32), np.int32)
+    with sharding.within(sampler._mesh):
+        given = sampler._by_rows((tokens_BT, tokens_BT, np.full(4, 32, np.int32)))
+        text = sampler._score.lower(sampler._weights, sampler._choice, *given).compile().as_text()
+    moved = find_collectives(text, dict(sampler._mesh.shape))
+    assert ("all-gather", (16, 64)) in {(collective.kind, collective.shape) for collective in moved}
+    weights = [(leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for leaf in sampler._weights]
+    assert not token_movers(moved, weights, ("data", "fsdp", "expert"))
 
 
 def test_groups_of_rows_are_filled_up_alike():
