@@ -286,7 +286,7 @@ def test_the_predictor_leaves_the_language_model_alone(tiny_config):
     trunk = by_path(of_both, without=["predictor"])
     assert trunk.keys() == by_path(of_model).keys()
     for name, gradient in by_path(of_model).items():
-        np.testing.assert_array_equal(trunk[name], gradient, err_msg=name)  # bit for bit
+        np.testing.assert_allclose(trunk[name], gradient, atol=1e-7, err_msg=name)  # of two programs
 
     _, of_predictor = loss_and_gradients(with_predictor)(params, predictor=1.0)
     reached = {name for name, gradient in by_path(of_predictor).items() if np.any(gradient != 0)}
