@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -53,7 +54,7 @@ COMMANDS = [
     ),
     ([SMOKE, "--topology=v5e:2x2", "--search_limit=3"], 2, "error: --search_limit needs --search"),
     ([SMOKE, "--topology=v5e:2x2", "--search", "--batch=4"], 2, "error: --batch needs --program=decode"),
-    ([SMOKE, "--topology=v5e:2x2", "--program=serve"], 2, "should be one of <train|decode>"),
+    ([SMOKE, "--topology=v5e:2x2", "--program=serve"], 2, "should be one of <train|decode|prefill>"),
     (["--list"], 0, "v6e:16x16      256   31.24 GiB  v6e-256"),
 ]
 
@@ -132,7 +133,7 @@ def test_a_report(report):
     assert found["token_movers"] == []
     assert found["fits"]
     assert found["estimate"]["seconds_hidden"] < found["estimate"]["seconds_exposed"]
-    assert found["notes"] == ["v5e-4 is v5e:2x2 (chips)"]
+    assert found["notes"][0] == "v5e-4 is v5e:2x2 (chips)"
 
     text = plan.describe(found)
     assert max(map(len, text.splitlines())) <= 120
@@ -150,9 +151,10 @@ def test_the_same_plan_is_compiled_once(report):
 
 
 def test_micro_batches_multiply_what_their_loop_holds(report):
-    """And so do the chunks of the loss: a row a device, 2 positions at a time, 8 trips that no note wonders about."""
+    """And so do the chunks of the loss: a row a device, 2 positions at a time. No note wonders about 2 or 8 trips."""
     once, twice = report(), report(**{"train.accumulation": 2, "train.loss_chunk": 2})
-    assert twice["notes"] == once["notes"]
+    wondered = re.findall(r"\d+", " ".join(note for note in twice["notes"] if "trips are neither" in note))
+    assert not {"2", "8"} & set(wondered)
     assert twice["flops"]["model"] == once["flops"]["model"]
     assert twice["flops"]["compiled"] == pytest.approx(once["flops"]["compiled"], rel=0.01)
 

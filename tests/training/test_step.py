@@ -173,8 +173,8 @@ def test_training_without_a_predictor_is_the_same_training():
     for step in range(2):
         state, metrics = train_step(state, make_batch(step))
         bare, bare_metrics = train_step(bare, make_batch(step), **off)
-        assert_same_bits(bare.params, without_predictor(state.params))
-        assert_same_bits(bare_metrics["train/loss"], metrics["train/loss"])
+        assert_close(bare.params, without_predictor(state.params))
+        assert_close(bare_metrics["train/loss"], metrics["train/loss"])
 
 
 def assert_skipped(new, metrics, old, bad_steps):
