@@ -218,9 +218,12 @@ class OptimizerConfig:
     router_learning_rate_scale: float = _key(1.0, "rate of router and predictor, relative to learning_rate", above=0.0)
     train: str = _key(
         "all",
-        "what is trained. routing: routers and predictors alone; the rest stays, without gradient or moments",
-        choices=("all", "routing"),
+        "what is trained. routing: routers and predictors alone. lora: these, norms, biases, and low-rank additions to "
+        "the matrices of blocks. The rest stays, without gradient or moments",
+        choices=("all", "routing", "lora"),
     )
+    lora_rank: int = _key(16, "R, rank of the additions", low=1, high=2**16)
+    lora_alpha: float = _key(16.0, "the additions count lora_alpha / lora_rank times", above=0.0)
     router_weight_decay: float = _key(0.0, "decoupled decay of router and predictor matrices", low=0.0)
 
 
@@ -234,6 +237,15 @@ class TrainConfig:
     tokens: int = _key(0, "run length in training tokens", low=0, change="length")
     flops: float = _key(0.0, "run length as a training FLOP budget", low=0.0, change="length")
     z_loss: float = _key(0.0, "coefficient of the squared log-normaliser of the logits", low=0.0)
+    teacher: str = _key(
+        "", "workdir of a run whose next-token distribution is learned, all its tokens selected; '': none"
+    )
+    teacher_weight: float = _key(
+        1.0, "share of the teacher's loss, its KL divergence; the rest is cross-entropy", above=0.0, high=1.0
+    )
+    teacher_dtype: str = _key(
+        "float32", "dtype that the teacher is kept and computed in", choices=("float32", "bfloat16")
+    )
     loss_chunk: int = _free(
         0, "tokens per device whose logits exist at a time; 0: 512 on a CPU, 2048 elsewhere", _ROUNDING, low=0
     )

@@ -118,6 +118,8 @@ def check_relations(values: dict[str, Any], length_keys: Sequence[str]) -> None:
         has_router = score not in ("stochastic", "frozen") or values["routing.predictor"]
         if not routed or not has_router:
             refuse("optimizer.train", "must be 'all': this model has no router and no predictor that is trained")
+    if values["train.teacher"] and values["train.flops"]:
+        refuse("train.flops", "must be 0 with train.teacher, whose FLOPs are its own; give train.steps or train.tokens")
     if score == "frozen" and values["optimizer.router_weight_decay"]:
         refuse("optimizer.router_weight_decay", "must be 0 with routing.score = 'frozen': its router is not trained")
 

@@ -55,8 +55,8 @@ Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
 
 # Of parameters. "matrix": weight decay, and rounded to the compute dtype. "vector": norms. The others route, with a
-# learning rate and a decay of their own, which biases do not have.
-GROUPS = ("matrix", "vector", "router", "predictor", "predictor_bias")
+# learning rate and a decay of their own, which biases do not have. "lora": what is added to matrices (`models/lora.py`).
+GROUPS = ("matrix", "vector", "router", "predictor", "predictor_bias", "lora")
 
 
 def param(
@@ -263,13 +263,18 @@ def param_shardings(mesh: Mesh, logical_specs, abstract_params):
 
 
 def opt_state_shardings(mesh: Mesh, optimizer: optax.GradientTransformation, abstract_opt_state, params_sharding):
-    """Moments follow their parameter; counters are replicated."""
+    """Moments follow their parameter, of which a frozen one has none; counters are replicated."""
+
+    def has_none(leaf) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
     return optax.tree.map_params(
         optimizer,
-        lambda _, sharding: sharding,
+        lambda moment, sharding: moment if has_none(moment) else sharding,
         abstract_opt_state,
         params_sharding,
         transform_non_params=lambda _: replicated(mesh),
+        is_leaf=has_none,
     )
 
 

@@ -115,7 +115,7 @@ def restore(
     directory = workdir / CHECKPOINTS
     if not directory.is_dir():
         raise StorageError(f"{directory}: there is no such folder, so nothing was trained in this workdir yet")
-    parts = {}
+    parts, stored = {}, []  # `stored`: the model as the checkpoint has it, perhaps with low-rank additions
 
     def wanted(metadata: dict[str, Any]) -> dict[str, Any]:
         """What to read of a step, which its own metadata tells."""
@@ -124,7 +124,8 @@ def restore(
             config = with_context(config, context)
         tokenizer = load_tokenizer(workdir, config, metadata)
         model = make_model(config, config.model.vocab_size or tokenizer.vocab_size)
-        parts.update(config=config, tokenizer=tokenizer, model=model)
+        parts.update(config=config, tokenizer=tokenizer, model=model.plain or model)
+        stored.append(model)
         cutoffs_L = jax.ShapeDtypeStruct((config.num_routed,), jnp.float32)
         abstract = {"params": model.abstract_params, "cutoffs_L": cutoffs_L}
         if config.experts_choose:
@@ -139,7 +140,8 @@ def restore(
     if restored is None:
         raise StorageError(f"{directory}: there is no finished checkpoint yet")
     found = dict(step=restored.step, metadata=restored.metadata, evaluation=restored.metrics)
-    return TrainedModel(**parts, **restored.state, **found)
+    params = stored[-1].merged(restored.state["params"])
+    return TrainedModel(**parts, **{**restored.state, "params": params}, **found)
 
 
 def as_mesh_config(mesh: MeshConfig | Mapping[str, int] | None) -> MeshConfig:

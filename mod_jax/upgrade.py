@@ -1,6 +1,6 @@
 """Upgrades a pretrained model: python -m mod_jax.upgrade --from=gguf:FILE --workdir=runs/up
 
-Makes a dense model a Mixture-of-Depths one, without training.
+Makes a dense model a Mixture-of-Depths one, without training, and tunes it if asked to.
 Reads a folder of transformers (hf:FOLDER, config.json and *.safetensors) or a file of llama.cpp (gguf:FILE). Measures
 what each block is worth, gives the cheapest ones routers, and prints what each capacity costs in loss and saves in
 FLOPs, beside deleting whole blocks. The workdir is then an ordinary one, for evaluate, sample and train --init_from.
@@ -25,10 +25,16 @@ LAYOUT = flags.DEFINE_string(
 CAPACITY = flags.DEFINE_float("capacity", 0.75, "Fraction of tokens that a routed block computes on, in (0, 1].")
 GRID = flags.DEFINE_list("grid", ["0.9", "0.75", "0.5", "0.25"], "Capacities that are measured, too.")
 TOKENIZER = flags.DEFINE_string("tokenizer", "", "Folder of a tokenizer.json, in place of the model's own tokenizer.")
-CALIBRATION_ROWS = flags.DEFINE_integer("calibration_rows", 16, "Rows of training text for routers and cut-offs.")
+CALIBRATION_ROWS = flags.DEFINE_integer("calibration_rows", 16, "Rows of training text for routers.")
+CUTOFF_ROWS = flags.DEFINE_integer("cutoff_rows", 8, "Of these, rows for the cut-offs.")
 BLOCK_ROWS = flags.DEFINE_integer("block_rows", 3, "Of these, rows on which each block is left out.")
 CHECK = flags.DEFINE_bool(
     "check", None, "Compare logits with those of transformers; default: where that is installed and can."
+)
+STEPS = flags.DEFINE_integer("steps", 0, "Steps of tuning afterwards, into WORKDIR/tuned.")
+TRAIN = flags.DEFINE_string("train", "lora", "What is tuned: lora, routing or all (see optimizer.train).")
+LOSS = flags.DEFINE_string(
+    "loss", "kl", "kl: the dense model's distribution is learned. ce: the text, too where the layout is dense."
 )
 CONFIG = cli.define_config()
 flags.adopt_module_key_flags(cli)  # so that --help shows it
@@ -63,8 +69,12 @@ def main(argv: list[str]) -> int:
                 grid=grid,
                 tokenizer=TOKENIZER.value,
                 calibration_rows=CALIBRATION_ROWS.value,
+                cutoff_rows=CUTOFF_ROWS.value,
                 block_rows=BLOCK_ROWS.value,
                 check=CHECK.value,
+                steps=STEPS.value,
+                train=TRAIN.value,
+                loss=LOSS.value,
                 changes=config_lib.asked_for(CONFIG.value),
             )
         )

@@ -7,6 +7,7 @@ from flax import nnx
 
 from mod_jax.config import Config
 from mod_jax.errors import ConfigError
+from mod_jax.models import lora
 from mod_jax.models.blocks import TOPK, Choice
 from mod_jax.models.decoder import Decoder, ModelOutput
 
@@ -32,7 +33,8 @@ class Weights(NamedTuple):
 class Model(NamedTuple):
     """A decoder without its parameters: apply with `run`, place with `logical_specs`.
 
-    `vocab_size` is the number of rows of the embedding table, at least the tokenizer's ids.
+    `vocab_size` is the number of rows of the embedding table, at least the tokenizer's ids. With `optimizer.train` =
+    "lora" the parameters hold additions beside the weights, and `plain` is the model without them.
     """
 
     vocab_size: int
@@ -41,9 +43,15 @@ class Model(NamedTuple):
     logical_specs: dict[str, Any]
     groups: dict[str, Any]
     init: Any
+    add: Any = None  # makes plain parameters of those with additions
+    plain: Any = None
 
     def merge(self, params: dict[str, Any]) -> Decoder:
-        return nnx.merge(self.graphdef, nnx.State(params))
+        return nnx.merge(self.graphdef, nnx.State(self.merged(params)))
+
+    def merged(self, params: dict[str, Any]) -> dict[str, Any]:
+        """The parameters as the decoder has them, with any additions in them."""
+        return self.add(params) if "lora" in params else params
 
     def run(
         self,
@@ -72,11 +80,24 @@ def make_model(config: Config, vocab_size: int) -> Model:
         return Decoder(config, vocab_size, nnx.Rngs(params=key))
 
     graphdef, abstract = nnx.split(nnx.eval_shape(build), nnx.Param)
-    return Model(
+    plain = Model(
         vocab_size,
         graphdef,
         nnx.to_pure_dict(abstract),
         nnx.to_pure_dict(nnx.get_partition_spec(abstract)),
         nnx.to_pure_dict(jax.tree.map(lambda p: p.group, abstract, is_leaf=lambda p: isinstance(p, nnx.Param))),
         lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param)),
+    )
+    return _with_additions(plain, config) if config.optimizer.train == "lora" else plain
+
+
+def _with_additions(plain: Model, config: Config) -> Model:
+    plans = lora.additions(plain.abstract_params, plain.logical_specs, plain.groups, config.optimizer.lora_rank)
+    return plain._replace(
+        abstract_params={**plain.abstract_params, "lora": lora.abstract(plans)},
+        logical_specs={**plain.logical_specs, "lora": lora.logical_specs(plans)},
+        groups={**plain.groups, "lora": lora.groups(plans)},
+        init=lambda: {**plain.init(), "lora": lora.init(plans, config.seed)},
+        add=lambda params: lora.merged(params, plans, config.optimizer),
+        plain=plain,
     )

@@ -1,8 +1,8 @@
 """What a dense model can leave out, and which tokens need which block: measured by forward passes, without a gradient.
 
-One program serves most of it, the *probe*: the same model with every block routed, by selection "threshold" and gate
-`one`. A cut-off of -inf makes a block full, +inf leaves it out, and anything between routes it. All blocks being of one
-kind, they run in one scan, so that the program compiles in seconds whatever the depth.
+All of it is done with the *probe*: the same model with every block routed, by selection "threshold" and gate `one`. A
+cut-off of -inf makes a block full, +inf leaves it out (and costs nothing), and anything between routes it. All blocks
+being of one kind, they run in one scan, so that a program compiles in seconds whatever the depth.
 
 Vocabulary: B rows, T positions, D width, L blocks (all of them: each is routed here).
 """
@@ -22,7 +22,7 @@ from mod_jax.data.batches import Batch
 from mod_jax.models.blocks import TOPK, Choice
 from mod_jax.models.dispatch import by_mask
 from mod_jax.models.layers import rms_normalise
-from mod_jax.models.memory import Present, make_tokens
+from mod_jax.models.memory import Present, Tokens, make_tokens
 from mod_jax.models.model import make_model
 from mod_jax.training.losses import next_token_sums
 
@@ -69,8 +69,10 @@ class Probe:
         self.depth = config.model.depth
         self._model = make_model(self.config, vocab_size)
         self._score = jax.jit(self._score_batch)
-        self._cutoffs = jax.jit(self._choose_cutoffs, static_argnames="per_row")
+        self._score_rows = jax.jit(self._score_by_rows)
+        self._cutoffs = jax.jit(self._choose_cutoffs)
         self._sums = jax.jit(self._moments)
+        self._without_each = jax.jit(self._leave_each_out)
 
     def make_params(self, dense: dict[str, Any], router_LD: np.ndarray) -> dict[str, Any]:
         """The probe's parameters: those of the dense model (layout "F"), which are not copied, and routers."""
@@ -78,11 +80,19 @@ class Probe:
         return {**dense, "units": {"blocks": {0: block}}}
 
     def loss(self, params: dict[str, Any], cutoffs_L: np.ndarray, batches: Sequence[Batch]) -> Loss:
-        """The loss at these cut-offs, [L] or, for a single batch, [L, B]."""
+        """The loss at these cut-offs."""
         cutoffs = jnp.asarray(cutoffs_L, jnp.float32)
+        return self._summed(batches, lambda *batch: self._score(params, cutoffs, *batch))
+
+    def topk_loss(self, params: dict[str, Any], capacity_L: np.ndarray, batches: Sequence[Batch]) -> Loss:
+        """The loss where each block takes its capacity of every row, as top-k does."""
+        capacity = jnp.asarray(capacity_L, jnp.float32)
+        return self._summed(batches, lambda *batch: self._score_rows(params, capacity, *batch))
+
+    def _summed(self, batches: Sequence[Batch], score) -> Loss:
         nats, tokens, num_bytes, selected_L = 0.0, 0, 0, np.zeros(self.depth)
         for batch in batches:
-            batch_nats, batch_selected_L = self._score(params, cutoffs, *_inputs(batch), batch["targets_BT"])
+            batch_nats, batch_selected_L = score(*_inputs(batch), batch["targets_BT"])
             valid_BT = batch["segment_ids_BT"] > 0
             nats, tokens = nats + float(batch_nats), tokens + int(valid_BT.sum())
             num_bytes += int(batch["target_bytes_BT"][valid_BT].sum()) if "target_bytes_BT" in batch else 0
@@ -95,13 +105,20 @@ class Probe:
         cutoffs_L[list(blocks)] = np.inf
         return self.loss(params, cutoffs_L, batches)
 
-    def cutoffs(self, params: dict[str, Any], capacity_L: np.ndarray, batch: Batch, per_row: bool = False):
+    def leave_one_out(self, params: dict[str, Any], batch: Batch) -> np.ndarray:
+        """[L]: how many nats per token each block is worth alone, the loss without it minus that of the whole model.
+
+        One pass, in which each block in turn is skipped by a copy of the stream that goes on from there.
+        """
+        whole, without_L = self._without_each(params, *_inputs(batch), batch["targets_BT"])
+        return (np.asarray(without_L, np.float64) - float(whole)) / int((batch["segment_ids_BT"] > 0).sum())
+
+    def cutoffs(self, params: dict[str, Any], capacity_L: np.ndarray, batch: Batch) -> np.ndarray:
         """The cut-offs at which each block selects its capacity of the tokens of `batch`, those before it doing so too.
 
-        One pass, block after block. With capacity 1 a block selects all. `per_row`: of each row, [L, B], as top-k does.
+        One pass, block after block. With capacity 1 a block selects all.
         """
-        capacity = jnp.asarray(capacity_L, jnp.float32)
-        return np.asarray(self._cutoffs(params, capacity, *_inputs(batch), per_row=per_row))
+        return np.asarray(self._cutoffs(params, jnp.asarray(capacity_L, jnp.float32), *_inputs(batch)))
 
     def moments(self, params: dict[str, Any], batch: Batch) -> Moments:
         """Of the router's input and of how far each block turns a token, 1 - cos(x, x + f(x)), in the dense model.
@@ -113,32 +130,67 @@ class Probe:
     # On the device.
 
     def _score_batch(self, params, cutoffs_L, tokens_BT, positions_BT, segments_BT, targets_BT):
-        decoder = self._model.merge(params)
-        x_BTD, record = decoder.features(tokens_BT, positions_BT, segments_BT, Choice("threshold", cutoffs_L))
+        decoder, x_BTD, tokens = self._begin(params, tokens_BT, positions_BT, segments_BT)
+
+        def step(x_BTD, inputs):
+            group, cutoff = inputs
+            return jax.lax.cond(
+                cutoff == jnp.inf,
+                lambda: (x_BTD, jnp.zeros((), jnp.float32)),
+                lambda: _route(group, x_BTD, tokens, cutoff),
+            )
+
+        x_BTD, selected_L = jax.lax.scan(step, x_BTD, (decoder.units, cutoffs_L))
+        return self._nats(decoder, x_BTD, segments_BT, targets_BT), selected_L
+
+    def _score_by_rows(self, params, capacity_L, tokens_BT, positions_BT, segments_BT, targets_BT):
+        decoder, x_BTD, tokens = self._begin(params, tokens_BT, positions_BT, segments_BT)
+        valid_BT = segments_BT > 0
+
+        def step(x_BTD, inputs):
+            group, capacity = inputs
+            scores_BT, _ = group.blocks[0].score(x_BTD, tokens)
+            cutoff_B = jax.vmap(_cutoff_of_row, (0, 0, None))(scores_BT, valid_BT, capacity)
+            return _route(group, x_BTD, tokens, cutoff_B)
+
+        x_BTD, selected_L = jax.lax.scan(step, x_BTD, (decoder.units, capacity_L))
+        return self._nats(decoder, x_BTD, segments_BT, targets_BT), selected_L
+
+    def _leave_each_out(self, params, tokens_BT, positions_BT, segments_BT, targets_BT):
+        decoder, x_BTD, tokens = self._begin(params, tokens_BT, positions_BT, segments_BT)
+
+        def run(depth, x_BTD):
+            (routed,) = jax.tree.map(
+                lambda w: jax.lax.dynamic_index_in_dim(w, depth, keepdims=False), decoder.units
+            ).blocks
+            return x_BTD + routed.block.update(x_BTD, tokens, Present(), TOPK)[0]
+
+        def step(x_BTD, depth):
+            without_BTD = jax.lax.fori_loop(depth + 1, self.depth, run, x_BTD)
+            return run(depth, x_BTD), self._nats(decoder, without_BTD, segments_BT, targets_BT)
+
+        x_BTD, without_L = jax.lax.scan(step, x_BTD, jnp.arange(self.depth))
+        return self._nats(decoder, x_BTD, segments_BT, targets_BT), without_L
+
+    def _nats(self, decoder, x_BTD, segments_BT, targets_BT) -> jax.Array:
         weights_BT = (segments_BT > 0).astype(jnp.float32)
         weight_DV, chunk = decoder.embedder.output_weight(), self.config.train.loss_chunk
-        _, nats = next_token_sums(0.0, chunk, x_BTD, weight_DV, targets_BT, weights_BT)
-        return nats, jnp.sum(record.routing.selected_BT, axis=(1, 2), dtype=jnp.float32)
+        return next_token_sums(0.0, chunk, decoder.final_norm(x_BTD), weight_DV, targets_BT, weights_BT)[1]
 
     def _begin(self, params, tokens_BT, positions_BT, segments_BT):
         decoder = self._model.merge(params)
         tokens = make_tokens(positions_BT, segments_BT, *decoder.rotary)
         return decoder, decoder.embedder.embed(tokens_BT, decoder.dtype), tokens
 
-    def _choose_cutoffs(self, params, capacity_L, tokens_BT, positions_BT, segments_BT, *, per_row: bool):
+    def _choose_cutoffs(self, params, capacity_L, tokens_BT, positions_BT, segments_BT):
         decoder, x_BTD, tokens = self._begin(params, tokens_BT, positions_BT, segments_BT)
         valid_BT = segments_BT > 0
 
         def step(x_BTD, inputs):
             group, capacity = inputs
-            (block,) = group.blocks
-            scores_BT, _ = block.score(x_BTD, tokens)
-            if per_row:
-                cutoff = jax.vmap(_cutoff_of_row, (0, 0, None))(scores_BT, valid_BT, capacity)
-            else:
-                cutoff = _cutoff_at(scores_BT.ravel(), valid_BT.ravel(), capacity)
-            x_BTD, _, _ = block(x_BTD, tokens, Present(), Choice("threshold", cutoff), by_mask)
-            return x_BTD, cutoff
+            scores_BT, _ = group.blocks[0].score(x_BTD, tokens)
+            cutoff = _cutoff_at(scores_BT.ravel(), valid_BT.ravel(), capacity)
+            return _route(group, x_BTD, tokens, cutoff)[0], cutoff
 
         return jax.lax.scan(step, x_BTD, (decoder.units, capacity_L))[1]
 
@@ -158,6 +210,13 @@ class Probe:
             return x_BTD + update_BTD, Moments(*sums, weight_M1.sum())
 
         return jax.lax.scan(step, x_BTD, decoder.units)[1]
+
+
+def _route(group, x_BTD: jax.Array, tokens: Tokens, cutoff: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the stream behind a group's one block at this cut-off, or one per row; how many tokens it computed on)."""
+    (block,) = group.blocks
+    x_BTD, _, record = block(x_BTD, tokens, Present(), Choice("threshold", cutoff), by_mask)
+    return x_BTD, jnp.sum(record.routing.selected_BT, dtype=jnp.float32)
 
 
 def _inputs(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -208,12 +267,6 @@ def fit_routers(moments: Moments) -> tuple[np.ndarray, np.ndarray]:
         fits.append(1 - left / variance if variance > ROUNDING else 0.0)
         weights.append(weight_D / np.sqrt(spread) if variance > ROUNDING else np.zeros_like(weight_D))
     return np.array(weights, np.float32), np.array(fits)
-
-
-def leave_one_out(probe: Probe, params: dict[str, Any], batches: Sequence[Batch]) -> np.ndarray:
-    """How many nats per token each block is worth alone: the loss without it, minus that of the whole model. [L]."""
-    whole = probe.leave_out(params, [], batches).per_token
-    return np.array([probe.leave_out(params, [depth], batches).per_token - whole for depth in range(probe.depth)])
 
 
 def cheapest(worth_L: np.ndarray, count: int) -> list[int]:

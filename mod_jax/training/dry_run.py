@@ -78,11 +78,11 @@ def measure(run: Run, train_step: jax.stages.Compiled) -> float:
     inputs = tokens_BT[:, :-1], tokens_BT[:, 1:], positions_BT, np.ones_like(positions_BT)
     best, spent = np.inf, 0.0
     with jax.set_mesh(run.mesh):
-        state = loop.fresh_state(run)
+        state, teacher = loop.fresh_state(run), loop.load_teacher(run)
         while spent < MEASURED:
             batch = loop.put_batch(run, dict(zip(MODEL_INPUTS, inputs, strict=True)))
             start = time.perf_counter()
-            state, _ = jax.block_until_ready(train_step(state, batch))
+            state, _ = jax.block_until_ready(train_step(state, batch, *teacher))
             seconds = time.perf_counter() - start
             best, spent = min(best, seconds), spent + seconds
     return best

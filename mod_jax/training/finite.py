@@ -16,16 +16,17 @@ IN_EACH_BLOCK = ("router scores", "predictor logits", "update", "cut-off")
 SHOWN_EXAMPLES = 4
 
 
-def part_names(depths: tuple[int, ...], state: Any) -> list[str]:
+def part_names(depths: tuple[int, ...], state: Any, trained: Any = None) -> list[str]:
     """The name of each entry of `finite_parts`.
 
     Args:
       depths: of the routed blocks.
       state: the train state, or its shapes.
+      trained: those of its parameters that have a gradient; default: all.
     """
     names = [path for path, _ in _float_leaves(state)]
     names += [f"{kind} of block {depth}" for depth in depths for kind in IN_EACH_BLOCK]
-    gradients = [f"gradient of {path}" for path, _ in _float_leaves({"params": state.params})]
+    gradients = [f"gradient of {path}" for path, _ in _float_leaves({"params": trained or state.params})]
     return [*names, "loss", *gradients, "norm of the gradient"]
 
 

@@ -19,7 +19,7 @@ from mod_jax.data.tokenizers import Tokenizer
 from mod_jax.errors import ConfigError, ResumeRefused
 from mod_jax.models.decoder import by_depth, from_depth
 from mod_jax.models.model import Model, make_model
-from mod_jax.paths import as_folder, folder_to_read
+from mod_jax.paths import Folder, as_folder, folder_to_read
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.resume import saved_config
 
@@ -48,15 +48,7 @@ def find_source(workdir: str | os.PathLike, config: Config, vocab_size: int, tok
       ConfigError: there is no checkpoint.
       ResumeRefused: the weights do not fit; names every key that must not differ.
     """
-    folder = folder_to_read("--init_from", workdir)
-    step = saved = None
-    if (folder / "checkpoints").is_dir():
-        with Checkpointer(folder / "checkpoints", read_only=True) as checkpointer:
-            step = checkpointer.latest_step()
-            saved = checkpointer.read_metadata(step) if step is not None else None
-    if saved is None:
-        raise ConfigError(f"--init_from = {os.fspath(workdir)!r}: there is no finished checkpoint in {folder}")
-    old = saved_config(saved)
+    folder, step, saved, old = newest_checkpoint("--init_from", workdir)
     differing = {
         name: pair
         for name, pair in config_lib.difference(old, config).items()
@@ -73,7 +65,28 @@ def find_source(workdir: str | os.PathLike, config: Config, vocab_size: int, tok
     if differing:
         lines = "\n".join(f"  {name}: {was!r} -> {now!r}" for name, (was, now) in differing.items())
         raise ResumeRefused(f"the weights of {folder} do not fit this run (there -> here):\n{lines}")
-    return Source(str(folder), step, old, make_model(old, vocab_size))
+    return source_at(folder, step, old, vocab_size)
+
+
+def newest_checkpoint(name: str, workdir: str | os.PathLike) -> tuple[Folder, int, dict[str, Any], Config]:
+    """(folder, step, metadata, config) of the newest checkpoint of a run that the flag or key `name` names.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    folder = folder_to_read(name, workdir)
+    step = saved = None
+    if (folder / "checkpoints").is_dir():
+        with Checkpointer(folder / "checkpoints", read_only=True) as checkpointer:
+            step = checkpointer.latest_step()
+            saved = checkpointer.read_metadata(step) if step is not None else None
+    if saved is None:
+        raise ConfigError(f"{name} = {os.fspath(workdir)!r}: there is no finished checkpoint in {folder}")
+    return folder, step, saved, saved_config(saved)
+
+
+def source_at(folder: Folder, step: int, config: Config, vocab_size: int) -> Source:
+    return Source(str(folder), step, config, make_model(config, vocab_size))
 
 
 def _parts(config: Config) -> list[tuple[str | None, str | None]]:
@@ -87,15 +100,28 @@ def take_weights(source: Source, fresh: dict[str, Any], config: Config, mesh: Me
     Raises:
       StorageError: the checkpoint is damaged.
     """
+    old = read_weights(source, mesh)
+    into = jax.tree.map(lambda leaf: leaf.sharding, fresh)
+    return jax.jit(lambda fresh, old: merge(fresh, config, old, source.config), out_shardings=into)(fresh, old)
+
+
+def read_weights(source: Source, mesh: Mesh) -> dict[str, Any]:
+    """The weights of a checkpoint on the mesh, with any low-rank additions in them.
+
+    Raises:
+      StorageError: the checkpoint is damaged.
+    """
     model = source.model
     places = sharding.param_shardings(mesh, model.logical_specs, model.abstract_params)
     abstract = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), model.abstract_params, places
     )
     with Checkpointer(as_folder(source.workdir) / "checkpoints", read_only=True) as checkpointer:
-        old = checkpointer.restore_params(abstract, source.step).state
-    into = jax.tree.map(lambda leaf: leaf.sharding, fresh)
-    return jax.jit(lambda fresh, old: merge(fresh, config, old, source.config), out_shardings=into)(fresh, old)
+        stored = checkpointer.restore_params(abstract, source.step).state
+    if model.plain is None:
+        return stored
+    places = sharding.param_shardings(mesh, model.plain.logical_specs, model.plain.abstract_params)
+    return jax.jit(model.merged, out_shardings=places)(stored)
 
 
 def merge(fresh: dict[str, Any], config: Config, old: dict[str, Any], old_config: Config) -> dict[str, Any]:

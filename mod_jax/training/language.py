@@ -23,13 +23,17 @@ from mod_jax.models.blocks import Choice, Record
 from mod_jax.models.model import Model
 from mod_jax.trained import causal_selection, why_not_sampled
 from mod_jax.training.losses import LossSums, loss_sums
+from mod_jax.training.teacher import Teacher
 
 
 class Language:
-    """Next-token prediction. `units`, what lengths and rates are counted in, are tokens."""
+    """Next-token prediction. `units`, what lengths and rates are counted in, are tokens.
 
-    def __init__(self, config: Config, model: Model):
-        self.config, self.model = config, model
+    `teacher` is what another run knows of the next token, beside the text; None without one.
+    """
+
+    def __init__(self, config: Config, model: Model, teacher: Teacher | None = None):
+        self.config, self.model, self.teacher = config, model, teacher
 
     @property
     def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -43,16 +47,21 @@ class Language:
 
     @property
     def flops_per_step(self) -> float:
-        return self.config.train.batch_size * flops.train_flops(self.config, self.model.vocab_size)
+        of_row = flops.train_flops(self.config, self.model.vocab_size)
+        if self.teacher is not None:
+            of_row += self.teacher.flops(self.config.data.seq_len)
+        return self.config.train.batch_size * of_row
 
     def count_units(self, batch: dict[str, jax.Array]) -> jax.Array:
         """How many units of a batch have a loss: its real tokens. Padding has segment 0."""
         return jnp.sum(batch["segment_ids_BT"] > 0)
 
-    def loss_sums(self, params: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[LossSums, Record]:
+    def loss_sums(
+        self, params: dict[str, Any], batch: dict[str, jax.Array], teacher: dict[str, Any] | None = None
+    ) -> tuple[LossSums, Record]:
         """The losses of a batch, summed over its units, and what its blocks did; under top-k, as in training.
 
-        `batch["keys_B"]`: a random key for each row, or None (see `step.routing_keys`).
+        `batch["keys_B"]`: a random key for each row, or None (see `step.routing_keys`). `teacher`: its parameters.
         """
         decoder = self.model.merge(params)
         inputs = batch["tokens_BT"], batch["positions_BT"], batch["segment_ids_BT"]
@@ -65,6 +74,8 @@ class Language:
             batch["segment_ids_BT"],
             z_loss=self.config.train.z_loss,
             chunk=self.config.train.loss_chunk,
+            teacher=None if teacher is None else self.teacher.features(teacher, *inputs),
+            teacher_weight=self.config.train.teacher_weight,
         )
         return losses, record
 

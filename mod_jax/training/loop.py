@@ -22,7 +22,7 @@ from mod_jax.config import Config
 from mod_jax.data.batches import Batch
 from mod_jax.errors import ResumeRefused
 from mod_jax.trained import CHECKPOINTS, keep_tokenizer
-from mod_jax.training import claim, finite, inherit, result, resume
+from mod_jax.training import claim, finite, inherit, optimizer, result, resume
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.interval import Interval
 from mod_jax.training.language import Language
@@ -94,12 +94,12 @@ def train(
 
             if step < run.num_steps:
                 train_step = compile_step(run)
-                batches = open_batches(run, step)
+                batches, teacher = open_batches(run, step), load_teacher(run)
             while step < run.num_steps:
                 step += 1
                 with profiler.step(step, run.num_steps, watch.pause):
                     batch = next(batches)
-                    state, metrics = train_step(state, put_batch(run, batch))
+                    state, metrics = train_step(state, put_batch(run, batch), *teacher)
                 watch.after_step(step, metrics, batch["example_ids_B"])
                 stop = guard.requested(step)
                 evals = watch.evaluate(step, evaluator, state) if eval_is_due(run, step) and not stop else None
@@ -140,6 +140,12 @@ def remember(run: Run, init_from: str | os.PathLike | None) -> tuple[Run, inheri
         source = inherit.find_source(asked, run.config, run.vocab_size, run.corpus.tokenizer)
         return dataclasses.replace(run, init_from=source.to_json()), source
     began, seconds = saved.get("init_from"), saved.get("wall_seconds", 0.0)  # which older checkpoints do not have
+    taught, teaches = saved.get("teacher") or {}, run.task.teacher and run.task.teacher.to_json()
+    if teaches and taught and taught["step"] != teaches["step"]:
+        raise ResumeRefused(
+            f"config.train.teacher = {run.config.train.teacher!r}: this run began with its step {taught['step']}, and "
+            f"now its newest is step {teaches['step']}"
+        )
     if asked is not None and asked != (began or {}).get("workdir"):
         began_with = "weights of its own" if began is None else f"the weights of {began['workdir']}"
         raise ResumeRefused(
@@ -213,12 +219,18 @@ def lower_step(
     placed = sharding.batch_sharding(mesh)
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed) for name, x in task.inputs.items()}
     with jax.set_mesh(mesh):
-        return step.lower(abstract_state, batch)
+        teacher = () if task.teacher is None else (task.teacher.abstract_params(mesh),)
+        return step.lower(abstract_state, batch, *teacher)
 
 
 def open_batches(run: Run, step: int):
     """The training stream from `step` on: this process's rows of each global batch."""
     return run.task.batches(run.corpus, step, sharding.local_rows(run.mesh, run.config.train.batch_size))
+
+
+def load_teacher(run: Run) -> tuple[dict[str, Any], ...]:
+    """What the train step takes beside state and batch: the weights of the teacher, if there is one."""
+    return () if run.task.teacher is None else (run.task.teacher.load(run.mesh),)
 
 
 def put_batch(run: Run, batch: Batch) -> dict[str, jax.Array]:
@@ -228,6 +240,7 @@ def put_batch(run: Run, batch: Batch) -> dict[str, jax.Array]:
 
 def open_watch(run: Run, step: int, interval: Interval) -> Watch:
     flat = config_lib.to_flat_dict(run.config)
+    trained, _ = optimizer.split(run.abstract_state.params, run.config.optimizer, run.task.model.groups)
     writer = MetricWriter(run.workdir, run.config.train.tracker, flat, resumed_at=step)
     return Watch(
         run.config,
@@ -239,7 +252,7 @@ def open_watch(run: Run, step: int, interval: Interval) -> Watch:
         devices=list(run.mesh.devices.flat),
         digest=run.corpus.digest[:12],
         interval=interval,
-        part_names=finite.part_names(run.config.routed_depths, run.abstract_state),
+        part_names=finite.part_names(run.config.routed_depths, run.abstract_state, trained),
         commit=commit(),
     )
 

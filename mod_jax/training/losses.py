@@ -23,8 +23,9 @@ class LossSums(NamedTuple):
     """Sums over the real tokens of a batch, in nats. The two routing losses are summed over routed blocks too, the two
     losses of expert routers over blocks with experts.
 
-    `next_token` is what training minimises, the cross-entropy and z_loss times the squared log-normaliser;
-    `cross_entropy` alone is for reading, and has no gradient.
+    `next_token` is what training minimises, the cross-entropy (or with a teacher, its share and the teacher's) and z_loss
+    times the squared log-normaliser; `cross_entropy` and `teacher` alone are for reading, and have no gradient.
+    `teacher` is the KL divergence of the teacher's distribution from the model's; None without a teacher.
     """
 
     next_token: jax.Array
@@ -33,6 +34,14 @@ class LossSums(NamedTuple):
     predictor: jax.Array
     balance: jax.Array
     expert_z: jax.Array
+    teacher: jax.Array | None = None
+
+
+class Distilled(NamedTuple):
+    """What is minimised: (1 - teacher_weight) cross-entropy + teacher_weight KL + z_loss squared log-normaliser."""
+
+    z_loss: float
+    teacher_weight: float
 
 
 def token_cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -56,6 +65,8 @@ def loss_sums(
     *,
     z_loss: float = 0.0,
     chunk: int = 0,
+    teacher: tuple[jax.Array, jax.Array] | None = None,
+    teacher_weight: float = 1.0,
 ) -> LossSums:
     """Sums each loss over real tokens (segment > 0), so that padding counts nowhere.
 
@@ -64,9 +75,15 @@ def loss_sums(
         `Embedder.output_weight`).
       chunk: tokens per device whose logits exist at a time, 0 for `tuning.default_loss_chunk`. Changes memory and
         speed, never the result.
+      teacher: features and weight of a teacher, whose distribution is learned by this share (see `Distilled`).
     """
     weights_BT = (segments_BT > 0).astype(jnp.float32)
-    next_token, cross_entropy = next_token_sums(z_loss, chunk, x_BTD, weight_DV, targets_BT, weights_BT)
+    args, kl = (x_BTD, weight_DV, targets_BT, weights_BT), None
+    if teacher is None:
+        next_token, cross_entropy = next_token_sums(z_loss, chunk, *args)
+    else:
+        next_token, cross_entropy, kl = distillation_sums(Distilled(z_loss, teacher_weight), chunk, *args, *teacher)
+        kl = jax.lax.stop_gradient(kl)
     aux = predictor = balance = expert_z = jnp.zeros((), jnp.float32)
     routing, experts = record
     if experts is not None:
@@ -77,7 +94,7 @@ def loss_sums(
         if routing.predictor_logits_BT is not None:
             nats_LBT = membership_cross_entropy(routing.predictor_logits_BT, member_LBT)
             predictor = jnp.sum(nats_LBT * weights_BT[None])
-    return LossSums(next_token, jax.lax.stop_gradient(cross_entropy), aux, predictor, balance, expert_z)
+    return LossSums(next_token, jax.lax.stop_gradient(cross_entropy), aux, predictor, balance, expert_z, kl)
 
 
 def objective(sums: LossSums, num_tokens: jax.Array, config: Config) -> jax.Array:
@@ -113,13 +130,47 @@ def _next_token_backward(z_loss: float, chunk: int, gradients, cotangents):
 next_token_sums.defvjp(_next_token_forward, _next_token_backward)
 
 
-def _chunk_sums(z_loss: float, logits_GMV, targets_GM, weights_GM) -> tuple[jax.Array, jax.Array]:
-    """The two sums of `next_token_sums` over one chunk: M tokens of each of G groups."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def distillation_sums(
+    share: Distilled, chunk: int, x_BTD, weight_DV, targets_BT, weights_BT, teacher_BTE, teacher_EV
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(what is minimised, cross-entropy, KL divergence from the teacher), as `next_token_sums` gives the first two.
+
+    The logits of the teacher, too, exist one chunk at a time. They have no gradient.
+    """
+    sums, _ = _over_chunks(False, share, chunk, x_BTD, weight_DV, targets_BT, weights_BT, teacher_BTE, teacher_EV)
+    return sums
+
+
+def _distillation_backward(share: Distilled, chunk: int, gradients, cotangents):
+    return (*_next_token_backward(share, chunk, gradients, cotangents[:2]), None, None)
+
+
+distillation_sums.defvjp(_next_token_forward, _distillation_backward)
+
+
+def _chunk_sums(share: float | Distilled, logits_GMV, targets_GM, weights_GM, teacher_GMV=None) -> tuple:
+    """The sums of `next_token_sums`, or of `distillation_sums`, over one chunk: M tokens of each of G groups."""
     nats_GM, log_normaliser_GM = token_cross_entropy(logits_GMV, targets_GM)
     cross_entropy = jnp.sum(nats_GM * weights_GM)
+    if isinstance(share, Distilled):
+        log_p_GMV, log_q_GMV = (jax.nn.log_softmax(logits, axis=-1) for logits in (teacher_GMV, logits_GMV))
+        kl = jnp.sum(jnp.sum(jnp.exp(log_p_GMV) * (log_p_GMV - log_q_GMV), axis=-1) * weights_GM)
+        minimised = share.teacher_weight * kl
+        if share.teacher_weight < 1:
+            minimised += (1 - share.teacher_weight) * cross_entropy
+        if share.z_loss:
+            minimised += share.z_loss * jnp.sum(jnp.square(log_normaliser_GM) * weights_GM)
+        return minimised, cross_entropy, kl
+    z_loss = share
     if not z_loss:  # 0 times a square that overflows would be NaN
         return cross_entropy, cross_entropy
     return cross_entropy + z_loss * jnp.sum(jnp.square(log_normaliser_GM) * weights_GM), cross_entropy
+
+
+def _minimised_and_all(*args) -> tuple[jax.Array, tuple]:
+    sums = _chunk_sums(*args)
+    return sums[0], sums
 
 
 def _product(equation: str, *factors: jax.Array) -> jax.Array:
@@ -127,8 +178,18 @@ def _product(equation: str, *factors: jax.Array) -> jax.Array:
     return jnp.einsum(equation, *factors, preferred_element_type=jnp.float32)
 
 
-def _over_chunks(with_gradients: bool, z_loss: float, chunk: int, x_BTD, weight_DV, targets_BT, weights_BT):
-    """Both sums over all chunks, and if asked for the gradients of the first: [B, T, D], and float32 [D, V]."""
+def _over_chunks(
+    with_gradients: bool,
+    share: float | Distilled,
+    chunk: int,
+    x_BTD,
+    weight_DV,
+    targets_BT,
+    weights_BT,
+    teacher_BTE=None,
+    teacher_EV=None,
+):
+    """The sums over all chunks, and if asked for the gradients of the first: [B, T, D], and float32 [D, V]."""
     B, T, D = x_BTD.shape
     G = _num_groups(B)
     N = num_chunks(B, T, chunk)
@@ -138,26 +199,33 @@ def _over_chunks(with_gradients: bool, z_loss: float, chunk: int, x_BTD, weight_
         a_BT = jnp.pad(a_BT, [(0, 0), (0, N * C - T)] + [(0, 0)] * (a_BT.ndim - 2))
         return jnp.moveaxis(a_BT.reshape(G, B // G, N, C, *a_BT.shape[2:]), 2, 0)
 
-    # A weight for each group: its gradient stays where the group is, and is added over devices once, not per chunk.
-    weight_GDV = jnp.broadcast_to(weight_DV.astype(x_BTD.dtype)[None], (G, *weight_DV.shape))
-    weight_GDV = constrain(weight_GDV, ("batch", None, "vocab"))
+    def by_group(weight_DV, dtype):
+        # A weight for each group: its gradient stays where the group is, and is added over devices once, not per chunk.
+        weight_GDV = jnp.broadcast_to(weight_DV.astype(dtype)[None], (G, *weight_DV.shape))
+        return constrain(weight_GDV, ("batch", None, "vocab"))
+
+    weight_GDV = by_group(weight_DV, x_BTD.dtype)
+    per_token = (x_BTD, targets_BT, weights_BT)
+    if teacher_BTE is not None:
+        per_token, teacher_GEV = (*per_token, teacher_BTE), by_group(teacher_EV, teacher_BTE.dtype)
 
     def step(carry, inputs):
-        x_GMD, targets_GM, weights_GM = (a.reshape(G, -1, *a.shape[3:]) for a in inputs)
-        args = z_loss, _product("GMD,GDV->GMV", x_GMD, weight_GDV), targets_GM, weights_GM
+        x_GMD, targets_GM, weights_GM, *teacher = (a.reshape(G, -1, *a.shape[3:]) for a in inputs)
+        args = share, _product("GMD,GDV->GMV", x_GMD, weight_GDV), targets_GM, weights_GM
+        args += tuple(_product("GME,GEV->GMV", teacher_GME, teacher_GEV) for teacher_GME in teacher)
         if not with_gradients:
             return jax.tree.map(jnp.add, carry, _chunk_sums(*args)), None
-        sums, d_logits_GMV = jax.value_and_grad(_chunk_sums, argnums=1, has_aux=True)(*args)
+        (_, sums), d_logits_GMV = jax.value_and_grad(_minimised_and_all, argnums=1, has_aux=True)(*args)
         d_logits_GMV = d_logits_GMV.astype(x_GMD.dtype)
         d_weight_GDV = _product("GMD,GMV->GDV", x_GMD, d_logits_GMV)
         d_x_GMD = _product("GMV,GDV->GMD", d_logits_GMV, weight_GDV).astype(x_GMD.dtype)
         return jax.tree.map(jnp.add, carry, (sums, d_weight_GDV)), d_x_GMD
 
     zero = jnp.zeros((), jnp.float32)
-    carry = zero, zero
+    carry = (zero,) * (2 if teacher_BTE is None else 3)
     if with_gradients:
         carry = carry, constrain(jnp.zeros(weight_GDV.shape, jnp.float32), ("batch", None, "vocab"))
-    carry, d_x_NGMD = jax.lax.scan(step, carry, tuple(map(split, (x_BTD, targets_BT, weights_BT))))
+    carry, d_x_NGMD = jax.lax.scan(step, carry, tuple(map(split, per_token)))
     if not with_gradients:
         return carry, None
     sums, d_weight_GDV = carry

@@ -1,8 +1,8 @@
 """AdamW with named parameter groups, and the learning-rate schedule as a pure function of the step.
 
 Each parameter declares its group (see `sharding.GROUPS`). The predictor's gradient is clipped apart, so that it cannot
-scale the language model's gradient through the global norm. What `optimizer.train` leaves out has neither gradient nor
-moments.
+scale the language model's gradient through the global norm. What `optimizer.train` leaves out, the *frozen* parameters,
+has neither gradient nor moments.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from mod_jax.config import OptimizerConfig
+
+ROUTING = "router", "predictor", "predictor_bias"
+TRAINED = {"routing": ROUTING, "lora": (*ROUTING, "vector", "lora")}  # groups, by `optimizer.train`
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> Callable[[jax.Array], jax.Array]:
@@ -42,13 +45,13 @@ def make_optimizer(config: OptimizerConfig, groups: dict[str, Any]) -> optax.Gra
     def those_in(*names: str):
         return jax.tree.map(lambda group: group in names, groups)
 
-    trunk = "matrix", "vector"
+    trunk = "matrix", "vector", "lora"
     predictor = "predictor", "predictor_bias"
     everything = optax.chain(
         optax.masked(optax.clip_by_global_norm(config.clip_norm), those_in("router", *trunk)),
         optax.masked(optax.clip_by_global_norm(config.clip_norm), those_in(*predictor)),
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
-        optax.add_decayed_weights(config.weight_decay, mask=those_in("matrix")),
+        optax.add_decayed_weights(config.weight_decay, mask=those_in("matrix", "lora")),
         optax.add_decayed_weights(config.router_weight_decay, mask=those_in("router", "predictor")),
         optax.masked(optax.scale(config.router_learning_rate_scale), those_in("router", *predictor)),
     )
@@ -61,10 +64,18 @@ def make_optimizer(config: OptimizerConfig, groups: dict[str, Any]) -> optax.Gra
 
 def is_trained(config: OptimizerConfig, groups: dict[str, Any]) -> dict[str, Any]:
     """Whether each parameter is one that `optimizer.train` names."""
-    return jax.tree.map(lambda group: config.train == "all" or group not in ("matrix", "vector"), groups)
+    return jax.tree.map(lambda group: config.train == "all" or group in TRAINED[config.train], groups)
 
 
-def freeze(params: dict[str, Any], config: OptimizerConfig, groups: dict[str, Any]) -> dict[str, Any]:
-    """`params`, of which those that are not trained have no gradient, so that none is computed."""
+def split(params: dict[str, Any], config: OptimizerConfig, groups: dict[str, Any]) -> tuple[dict, dict]:
+    """(those that are trained, those that are frozen), each a tree like `params` with None in place of the others."""
     trained = is_trained(config, groups)
-    return jax.tree.map(lambda p, is_one: p if is_one else jax.lax.stop_gradient(p), params, trained)
+    return (
+        jax.tree.map(lambda is_one, p: p if is_one else None, trained, params),
+        jax.tree.map(lambda is_one, p: None if is_one else p, trained, params),
+    )
+
+
+def join(trained: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
+    """Inverse of `split`."""
+    return jax.tree.map(lambda t, f: f if t is None else t, trained, frozen, is_leaf=lambda leaf: leaf is None)

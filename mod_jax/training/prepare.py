@@ -21,7 +21,7 @@ from mod_jax.errors import ConfigError, DataError
 from mod_jax.models import flops
 from mod_jax.models.model import Model, make_model
 from mod_jax.trained import kept_tokenizer
-from mod_jax.training import trackers
+from mod_jax.training import teacher, trackers
 from mod_jax.training.language import Language
 from mod_jax.training.optimizer import make_optimizer
 from mod_jax.training.step import TrainState, init_state
@@ -75,6 +75,9 @@ def with_corpus(
         run = make_run(config, workdir, vocab_size)
         say(describe(run))
         check_memory(run)
+    if run.task.teacher is not None:
+        run.task.teacher.check_tokenizer(corpus.tokenizer)
+        say(run.task.teacher.describe(run.mesh))
     epochs = run.num_steps * run.task.units_per_step / corpus.num_train_tokens
     say(f"corpus    {describe_corpus(corpus)}; {epochs:.2f} epochs")
     return dataclasses.replace(run, corpus=corpus)
@@ -101,8 +104,12 @@ def make_run(config: Config, workdir: paths.Folder, vocab_size: int) -> Run:
 
 
 def make_task(config: Config, vocab_size: int) -> Language:
-    """What this config is to learn."""
-    return Language(config, make_model(config, vocab_size))
+    """What this config is to learn.
+
+    Raises:
+      ConfigError: it names a teacher that is not there, or has another vocabulary.
+    """
+    return Language(config, make_model(config, vocab_size), teacher.find(config, vocab_size))
 
 
 def check_processes_agree(what: str, mine: str, error: type[Exception]) -> None:
@@ -130,9 +137,11 @@ def check_memory(run: Run) -> None:
 
 
 def state_bytes(run: Run) -> int:
-    """Bytes of the train state on one device; of all devices together where they share the memory of a machine."""
+    """Bytes of the train state, and of a teacher's weights, on one device; of all devices together where they share the
+    memory of a machine."""
     leaves = jax.tree.leaves(run.abstract_state)
     here = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    here += run.task.teacher.bytes_per_device(run.mesh) if run.task.teacher else 0
     return here * sharing_devices(run)
 
 
@@ -190,6 +199,7 @@ def about(run: Run) -> dict[str, Any]:
         "vocab_size": run.vocab_size,
         "parameters": flops.count_parameters(run.config, run.task.model)._asdict(),
         "init_from": run.init_from,
+        "teacher": run.task.teacher and run.task.teacher.to_json(),
         "mod_jax": mod_jax.__version__,
         "commit": commit(),
         "python": platform.python_version(),

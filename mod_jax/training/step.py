@@ -18,7 +18,7 @@ from mod_jax.models.model import Model, Weights
 from mod_jax.models.moe import ExpertRecord
 from mod_jax.training.finite import finite_parts
 from mod_jax.training.losses import LossSums, objective
-from mod_jax.training.optimizer import freeze, make_optimizer, make_schedule
+from mod_jax.training.optimizer import join, make_optimizer, make_schedule, split
 
 if TYPE_CHECKING:
     from mod_jax.training.language import Language
@@ -97,8 +97,8 @@ def routing_keys(config: Config, step: jax.Array | int, num_rows: int) -> jax.Ar
 def make_train_step(task: "Language", num_steps: int):
     """Returns the pure function (state, batch) -> (state, metrics), to be jitted once with the state donated.
 
-    `batch` holds the arrays of `task.inputs`. Metrics are float32 scalars, and [L] arrays for what is counted per
-    routed block.
+    With a teacher its parameters come third (see `Language.loss_sums`). `batch` holds the arrays of `task.inputs`.
+    Metrics are float32 scalars, and [L] arrays for what is counted per routed block.
     """
     config = task.config
     optimizer, schedule = (
@@ -107,35 +107,34 @@ def make_train_step(task: "Language", num_steps: int):
     )
     num_micro = config.train.accumulation
 
-    def micro_loss(params, batch, num_units):
-        params = freeze(params, config.optimizer, task.model.groups)
-        losses, record = task.loss_sums(params, batch)
+    def micro_loss(trained, frozen, batch, num_units, teacher):
+        losses, record = task.loss_sums(join(trained, frozen), batch, *teacher)
         return objective(losses, num_units, config), _step_sums(losses, record)
 
-    def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+    def train_step(state: TrainState, batch: dict[str, jax.Array], *teacher) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = dict(batch, keys_B=routing_keys(config, state.step, config.train.batch_size))
         num_units = jnp.maximum(1, task.count_units(batch)).astype(jnp.float32)
 
+        trained, frozen = split(state.params, config.optimizer, task.model.groups)
         grad_fn = jax.value_and_grad(micro_loss, has_aux=True)
         if num_micro == 1:
-            (loss, sums), grads = grad_fn(state.params, batch, num_units)
+            (loss, sums), grads = grad_fn(trained, frozen, batch, num_units, teacher)
         else:
 
             def accumulate(total, micro):
-                return jax.tree.map(jnp.add, total, grad_fn(state.params, micro, num_units)), None
+                return jax.tree.map(jnp.add, total, grad_fn(trained, frozen, micro, num_units, teacher)), None
 
             # Micro-batch i takes rows i, i + A, ...: every device keeps its own rows.
             micros = jax.tree.map(lambda x: x.reshape(-1, num_micro, *x.shape[1:]).swapaxes(0, 1), batch)
             first = jax.tree.map(lambda x: x[0], micros)
-            zeros = jax.tree.map(
-                lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(grad_fn, state.params, first, num_units)
-            )
+            shapes = jax.eval_shape(grad_fn, trained, frozen, first, num_units, teacher)
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             ((loss, sums), grads), _ = jax.lax.scan(accumulate, zeros, micros)
 
         squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)]
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         rate = schedule(state.step)
-        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        params = join(jax.tree.map(lambda p, u: p - rate * u, trained, updates), frozen)
         steps, decay = _good_steps(state), config.routing.cutoff_decay
         cutoffs_L = _moving_average(state.cutoffs_L, sums.cutoff_L / jnp.maximum(sums.rows, 1.0), steps, decay)
         expert_cutoffs_LE = None
@@ -216,6 +215,8 @@ def _metrics(
         "train/finite_parts": finite_parts,
         "train/bad_steps": bad_steps,
     }
+    if sums.losses.teacher is not None:
+        metrics["train/teacher_loss"] = sums.losses.teacher / num_tokens
     if config.num_routed:
         selected_L = jnp.maximum(sums.selected_L, 1.0)
         metrics |= {

@@ -55,10 +55,14 @@ def silence(block):
 def test_a_block_that_does_nothing_is_the_cheapest(probe):
     dense = planted(lambda blocks, _: silence(blocks[3]))
     params = probe.make_params(dense, np.zeros((DEPTH, 16)))
-    worth_L = measure.leave_one_out(probe, params, [batch_of()])
-    assert worth_L[3] == 0
+    batch = batch_of()
+    worth_L = probe.leave_one_out(params, batch)
+    assert abs(worth_L[3]) < 1e-6
     assert np.abs(np.delete(worth_L, 3)).min() > 1e-3
     assert measure.cheapest(np.abs(worth_L), 3)[0] == 3
+    whole = probe.leave_out(params, [], [batch]).per_token
+    apart_L = [probe.leave_out(params, [depth], [batch]).per_token - whole for depth in range(DEPTH)]
+    np.testing.assert_allclose(worth_L, apart_L, atol=1e-5)
 
 
 def test_the_first_and_the_last_block_are_never_chosen():
@@ -115,8 +119,7 @@ def test_cutoffs_select_the_capacity_block_after_block(probe):
     np.testing.assert_allclose(
         probe.loss(params, cutoffs_L, [batch]).capacity_L, capacity_L, atol=1 / batch["tokens_BT"].size
     )
-    cutoffs_LB = probe.cutoffs(params, capacity_L, batch, per_row=True)
-    by_rows = probe.loss(params, cutoffs_LB, [batch])
+    by_rows = probe.topk_loss(params, capacity_L, [batch])
     np.testing.assert_allclose(by_rows.capacity_L, capacity_L)
     topk = dataclasses.replace(
         probe.config, routing=dataclasses.replace(probe.config.routing, capacity=tuple(capacity_L))

@@ -14,13 +14,16 @@ import sources
 
 from mod_jax import trained
 from mod_jax.config import from_config_dict
+from mod_jax.data.corpus import prepare_corpus
 from mod_jax.errors import CheckpointMismatch, ConfigError, ModJaxError
 from mod_jax.evaluation import budget
 from mod_jax.evaluation.finished import evaluate_run
 from mod_jax.models.blocks import Choice
 from mod_jax.models.model import make_model
-from mod_jax.pretrained import table, upgrade
-from mod_jax.pretrained.upgrade import Request
+from mod_jax.pretrained import choose, dense, table, upgrade
+from mod_jax.pretrained import workdir as workdirs
+from mod_jax.pretrained.request import Request, with_keys
+from mod_jax.pretrained.source import open_source
 from mod_jax.sampling import Sampler
 from mod_jax.training import loop
 
@@ -72,9 +75,9 @@ def test_the_workdir_is_whole_and_alone(upgraded):
 def test_with_every_token_selected_it_is_the_dense_model_bit_for_bit(upgraded, folder, tiny):
     workdir, _, _ = upgraded
     model = trained.restore(workdir)
-    dense = upgrade.read_dense(request(f"hf:{folder}", "unused"), quietly)
+    found = dense.read_dense(request(f"hf:{folder}", "unused"), quietly)
     ids_BT = np.random.default_rng(0).integers(0, sources.ROWS, (2, 32)).astype(np.int32)
-    whole = jax.jit(make_model(dense.config, sources.ROWS).run)(dense.params, ids_BT).logits_BTV
+    whole = jax.jit(make_model(found.config, sources.ROWS).run)(found.params, ids_BT).logits_BTV
     choice = Choice("threshold", jnp.full(model.config.num_routed, -jnp.inf))
     routed = jax.jit(model.model.run)(model.params, ids_BT, choice=choice)
     assert routed.routing.selected_BT.all()
@@ -102,9 +105,9 @@ def test_evaluate_finds_what_the_upgrade_measured(upgraded):
 def test_cutoffs_are_those_of_the_budget_calibration(upgraded):
     workdir, about, _ = upgraded
     model = trained.restore(workdir)
-    corpus = upgrade.prepare_corpus(model.config.data, model.tokenizer)
-    calibration, _ = upgrade._batches(corpus, model.config, request("", ""))
-    shifted = budget.calibrate(model, 0.25, [calibration])
+    corpus = prepare_corpus(model.config.data, model.tokenizer)
+    calibration, _ = choose.batches_of(corpus, model.config, request("", ""))
+    shifted = budget.calibrate(model, 0.25, [{name: array[:8] for name, array in calibration.items()}])
     np.testing.assert_allclose(shifted.cutoffs_L, about["cutoffs"]["0.25"], atol=1e-4)
 
 
@@ -167,11 +170,11 @@ def test_the_table_puts_deletion_beside_routing_at_equal_flops():
 
 
 def test_flops_of_a_deleted_block_are_gone(folder):
-    config = upgrade.read_dense(request(f"hf:{folder}", "unused"), quietly).config
+    config = dense.read_dense(request(f"hf:{folder}", "unused"), quietly).config
     whole, less = (table.deleted_point(config, sources.ROWS, range(n), 0.0) for n in (0, 1))
     assert (whole.of_dense, whole.blocks_of_dense) == (1.0, 1.0)
     assert less.blocks_of_dense == pytest.approx(3 / 4)
-    routed = upgrade._with(config, {"model.layout": "FRFF", "routing.capacity": 0.5})
+    routed = with_keys(config, {"model.layout": "FRFF", "routing.capacity": 0.5})
     point = table.routed_point(routed, sources.ROWS, 0.5, [1.0], 0.0)
     assert point.of_dense > 1.0  # with all selected only the router is added
     (count,) = table.counts_to_delete(
@@ -193,7 +196,7 @@ def test_an_error_or_an_interrupt_leaves_nothing(folder, tmp_path, monkeypatch):
         def fail(*args, error=error):
             raise error
 
-        monkeypatch.setattr(upgrade.result, "write", fail)
+        monkeypatch.setattr(workdirs.result, "write", fail)
         with pytest.raises(type(error)):
             upgrade.upgrade(request(f"hf:{folder}", tmp_path / "run", check=False), quietly)
         assert files_of(tmp_path) == []
@@ -208,7 +211,8 @@ REFUSED = [
     (dict(capacity=0.0), r"--capacity = 0.0: must be in (0, 1]"),
     (dict(grid=(0.5, 1.5)), "--grid = 0.5, 1.5"),
     (dict(calibration_rows=0), "--calibration_rows = 0"),
-    (dict(block_rows=17), "--block_rows = 17: must be in [1, 16]"),
+    (dict(cutoff_rows=17), "--cutoff_rows = 17: must be in [1, 16]"),
+    (dict(block_rows=0), "--block_rows = 0: must be in [1, 16]"),
     (dict(changes={"model.width": 64}), "config.model.width = 64: is 32 of this model"),
     (dict(changes={"routing.capacity": 0.5}), "is given by --capacity"),
     (dict(changes={"routing.predictor": True}), "config.routing.predictor = True: is False of this model"),
@@ -276,4 +280,4 @@ def test_a_library_that_is_not_installed_is_named(library, tiny, folder, tmp_pat
     path = sources.write_gguf(tiny, tmp_path / "model.gguf")
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ModJaxError, match=r"pip install -e '\.\[pretrained\]'"):
-        upgrade.open_source(f"gguf:{path}" if library == "gguf" else f"hf:{folder}")
+        open_source(f"gguf:{path}" if library == "gguf" else f"hf:{folder}")

@@ -29,7 +29,7 @@ class Majority:
     """A unit is a row; the last position says which symbol the row has more of."""
 
     def __init__(self, config, model):
-        self.config, self.model = config, model
+        self.config, self.model, self.teacher = config, model, None
         self.B, self.T = config.train.batch_size, config.data.seq_len
         self.inputs = {
             "symbols_BT": jax.ShapeDtypeStruct((self.B, self.T), jnp.int32),
