@@ -134,7 +134,9 @@ def tune(request: Request, begin: pathlib.Path, teacher: pathlib.Path) -> None:
     """Trains additions to the weights of one workdir, towards the distribution of another, every token selected."""
     config = trained.restore(begin).config
     keys = tuning_keys(request) | {"train.batch_size": 2, "train.eval_every": 0, "data.eval_windows": 4}
-    config = with_keys(config, keys | {"train.teacher": str(teacher.resolve())})
+    keys |= {"train.teacher": str(teacher.resolve())}
+    keys |= {"routing.capacity": CAPACITY.value} if config.num_routed else {}
+    config = with_keys(config, keys)
     loop.train(config, begin / f"tuned-{STEPS.value}", init_from=begin)
 
 

@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 from tiny import TINY
 
+from mod_jax import sharding
 from mod_jax.config import FIELDS, Config, make_config, may_change
 from mod_jax.data import preparation
 from mod_jax.data.batches import MODEL_INPUTS, train_batches
 from mod_jax.data.corpus import prepare_corpus
 from mod_jax.models import flops
 from mod_jax.models.model import make_model
+from mod_jax.training.inherit import Source
 from mod_jax.training.language import Language
 from mod_jax.training.step import init_state, make_train_step
+from mod_jax.training.teacher import Teacher
 
 VOCAB_SIZE = 300
 BASE = {**TINY, "model.depth": 2, "model.scan": False}
@@ -83,6 +86,8 @@ ALTERED = {
     "optimizer.clip_norm": 0.5,
     "optimizer.router_learning_rate_scale": 0.1,
     "optimizer.train": "routing",
+    "optimizer.lora_rank": 4,
+    "optimizer.lora_alpha": 8.0,
     "optimizer.router_weight_decay": 0.1,
     "train.batch_size": 4,
     "train.accumulation": 2,
@@ -90,6 +95,9 @@ ALTERED = {
     "train.tokens": 4096,
     "train.flops": 1e12,
     "train.z_loss": 1e-4,
+    "train.teacher": "TEACHER",
+    "train.teacher_weight": 0.5,
+    "train.teacher_dtype": "bfloat16",
     "train.loss_chunk": 64,
     "train.max_bad_steps": 3,
     "train.log_every": 1,
@@ -110,8 +118,20 @@ def program(config: Config) -> str:
     model = make_model(config, config.model.vocab_size or VOCAB_SIZE)
     state = jax.eval_shape(lambda: init_state(config, model))
     batch = jax.ShapeDtypeStruct((config.train.batch_size, config.data.seq_len), "int32")
-    step = make_train_step(Language(config, model), flops.train_steps(config, VOCAB_SIZE))
-    return text(jax.make_jaxpr(step)(state, dict.fromkeys(MODEL_INPUTS, batch)))
+    task = Language(config, model, teacher_of(config))
+    teacher = () if task.teacher is None else (task.teacher.abstract_params(jax.make_mesh((1,) * 4, sharding.AXES)),)
+    step = make_train_step(task, flops.train_steps(config, VOCAB_SIZE))
+    return text(jax.make_jaxpr(step)(state, dict.fromkeys(MODEL_INPUTS, batch), *teacher))
+
+
+def teacher_of(config: Config) -> Teacher | None:
+    """A dense model of the same shape, as `teacher.find` would give it."""
+    if not config.train.teacher:
+        return None
+    dtype = config.train.teacher_dtype
+    dense = make_config(**{**BASE, "model.layout": "F", "routing.predictor": False, "model.dtype": dtype})
+    model = make_model(dense, VOCAB_SIZE)
+    return Teacher(Source(config.train.teacher, 0, dense, model), None, model, jax.numpy.dtype(dtype))
 
 
 @functools.cache
@@ -157,6 +177,8 @@ def test_every_key_is_here():
 def test_a_key_does_what_it_declares(name, source):
     base = BASE | ({"data.source": source[0]} if name in ("data.text_key", "data.tokenizer") else {})
     base |= {"data.source": source[2]} if name == "data.shards" else {}
+    base |= {"optimizer.train": "lora"} if name.startswith("optimizer.lora_") else {}
+    base |= {"train.teacher": "TEACHER"} if name.startswith("train.teacher_") else {}
     base |= {"model.layout": "Ee", "experts.capacity": 0.75} if name.startswith("experts.") else {}
     value = {"SOURCE": source[0], "CACHE": source[1]}.get(ALTERED[name], ALTERED[name])
     change = {name: value} | ({"train.steps": 0} if name in ("train.tokens", "train.flops") else {})

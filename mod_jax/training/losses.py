@@ -23,9 +23,9 @@ class LossSums(NamedTuple):
     """Sums over the real tokens of a batch, in nats. The two routing losses are summed over routed blocks too, the two
     losses of expert routers over blocks with experts.
 
-    `next_token` is what training minimises, the cross-entropy (or with a teacher, its share and the teacher's) and z_loss
-    times the squared log-normaliser; `cross_entropy` and `teacher` alone are for reading, and have no gradient.
-    `teacher` is the KL divergence of the teacher's distribution from the model's; None without a teacher.
+    `next_token` is what training minimises, the cross-entropy and z_loss times the squared log-normaliser, or with a
+    teacher what `Distilled` says. `cross_entropy` is for reading, and has no gradient, and so is `teacher`, the KL
+    divergence from the teacher's distribution to the model's.
     """
 
     next_token: jax.Array
@@ -34,7 +34,7 @@ class LossSums(NamedTuple):
     predictor: jax.Array
     balance: jax.Array
     expert_z: jax.Array
-    teacher: jax.Array | None = None
+    teacher: jax.Array
 
 
 class Distilled(NamedTuple):
@@ -78,7 +78,7 @@ def loss_sums(
       teacher: features and weight of a teacher, whose distribution is learned by this share (see `Distilled`).
     """
     weights_BT = (segments_BT > 0).astype(jnp.float32)
-    args, kl = (x_BTD, weight_DV, targets_BT, weights_BT), None
+    args, kl = (x_BTD, weight_DV, targets_BT, weights_BT), jnp.zeros((), jnp.float32)
     if teacher is None:
         next_token, cross_entropy = next_token_sums(z_loss, chunk, *args)
     else:

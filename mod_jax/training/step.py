@@ -215,7 +215,7 @@ def _metrics(
         "train/finite_parts": finite_parts,
         "train/bad_steps": bad_steps,
     }
-    if sums.losses.teacher is not None:
+    if config.train.teacher:
         metrics["train/teacher_loss"] = sums.losses.teacher / num_tokens
     if config.num_routed:
         selected_L = jnp.maximum(sums.selected_L, 1.0)

@@ -13,7 +13,9 @@ from mod_jax.models.blocks import RoutingRecord
 from mod_jax.models.decoder import ModelOutput
 from mod_jax.models.model import make_model
 from mod_jax.training.losses import (
+    Distilled,
     LossSums,
+    distillation_sums,
     membership_cross_entropy,
     next_token_sums,
     objective,
@@ -57,7 +59,7 @@ def test_sums_by_hand_and_padding_counts_nowhere():
     sums = sums_of(ModelOutput(logits_BTV, record), jnp.array([[0, 1]]), jnp.array([[1, 0]]), z_loss=0.5)
     log2, log4 = math.log(2), math.log(4)
     expected = [log4 + 0.5 * log4**2, log4, log2 + log4, math.log(4 / 3) + log2]
-    np.testing.assert_allclose(jnp.array(sums), [*expected, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(jnp.array(sums), [*expected, 0, 0, 0], rtol=1e-6)
     counted = sums_of(ModelOutput(logits_BTV, record), jnp.array([[0, 1]]), jnp.array([[1, 1]]), z_loss=0.5)
     assert all(c > s + 1 for c, s in zip(counted[:4], sums[:4], strict=True))  # the padding here would have been seen
 
@@ -72,14 +74,14 @@ def test_objective_by_hand(tiny_config):
             "experts.z_weight": 0.25,
         }
     )
-    sums = LossSums(*map(jnp.float32, (2, 3, 5, 7, 11, 13)))
+    sums = LossSums(*map(jnp.float32, (2, 3, 5, 7, 11, 13, 17)))
     assert float(objective(sums, jnp.float32(4), config)) == pytest.approx(6.3125)
 
 
 def test_a_dense_model_has_no_routing_losses():
     sums = sums_of(ModelOutput(jnp.zeros((1, 2, 4)), None), jnp.zeros((1, 2), int), jnp.ones((1, 2), int), z_loss=1.0)
     expected = [2 * math.log(4) + 2 * math.log(4) ** 2, 2 * math.log(4), 0, 0]
-    np.testing.assert_allclose(jnp.array(sums), [*expected, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(jnp.array(sums), [*expected, 0, 0, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -105,6 +107,56 @@ def test_chunks_give_the_loss_and_gradients_of_whole_logits(chunk, dtype):
         assert a.dtype == e.dtype
         scale = np.abs(np.asarray(e, np.float32)).max()
         np.testing.assert_allclose(np.asarray(a, np.float32) / scale, np.asarray(e, np.float32) / scale, atol=tolerance)
+
+
+def test_the_divergence_by_hand():
+    # The teacher says 3/4, 1/4, the model 1/2, 1/2: KL = 3/4 ln 3/2 + 1/4 ln 1/2. The second token is padding.
+    x_BTD, teacher_BTE = jnp.array([[[0.0], [5.0]]]), jnp.array([[[math.log(3), 0.0], [9.0, 1.0]]])
+    args = x_BTD, jnp.ones((1, 2)), jnp.array([[0, 1]]), jnp.array([[1.0, 0.0]]), teacher_BTE, jnp.eye(2)
+    kl = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    for weight in (1.0, 0.25):
+        minimised, nats, found = distillation_sums(Distilled(0.0, weight), 0, *args)
+        assert float(found) == pytest.approx(kl, rel=1e-5)
+        assert float(nats) == pytest.approx(math.log(2), rel=1e-6)
+        assert float(minimised) == pytest.approx(weight * kl + (1 - weight) * math.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [0, 6])
+def test_the_divergence_and_its_gradients_are_those_of_whole_logits(chunk):
+    """The teacher is of another width, and has no gradient."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    x_BTD, weight_DV = jax.random.normal(keys[0], (2, 13, 8)), jax.random.normal(keys[1], (8, 32))
+    targets_BT = jax.random.randint(keys[2], (2, 13), 0, 32)
+    weights_BT = jax.random.bernoulli(keys[3], 0.7, (2, 13)).astype(jnp.float32)
+    teacher = jax.random.normal(keys[4], (2, 13, 5)), jax.random.normal(keys[5], (5, 32))
+
+    def whole(x_BTD, weight_DV, teacher):
+        log_q_BTV, log_p_BTV = (jax.nn.log_softmax(jnp.matmul(*pair)) for pair in ((x_BTD, weight_DV), teacher))
+        kl_BT = jnp.sum(jnp.exp(log_p_BTV) * (log_p_BTV - log_q_BTV), axis=-1)
+        nats_BT, normaliser_BT = token_cross_entropy(x_BTD @ weight_DV, targets_BT)
+        return jnp.sum((0.3 * nats_BT + 0.7 * kl_BT + 0.1 * normaliser_BT**2) * weights_BT)
+
+    def chunked(x_BTD, weight_DV, teacher):
+        return distillation_sums(Distilled(0.1, 0.7), chunk, x_BTD, weight_DV, targets_BT, weights_BT, *teacher)[0]
+
+    expected, actual = (jax.jit(jax.value_and_grad(f, (0, 1)))(x_BTD, weight_DV, teacher) for f in (whole, chunked))
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4)
+    gradients = jax.jit(jax.grad(chunked, 2))(x_BTD, weight_DV, teacher)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
+
+
+def test_a_model_has_nothing_to_learn_from_itself():
+    x_BTD, weight_DV = jax.random.normal(jax.random.key(0), (2, 8, 4)), jax.random.normal(jax.random.key(1), (4, 32))
+    rest = jnp.zeros((2, 8), int), jnp.ones((2, 8)), x_BTD, weight_DV
+
+    def kl(x_BTD, weight_DV):
+        return distillation_sums(Distilled(0.0, 1.0), 0, x_BTD, weight_DV, *rest)[0]
+
+    value, gradients = jax.jit(jax.value_and_grad(kl, (0, 1)))(x_BTD, weight_DV)
+    assert abs(float(value)) < 1e-6  # of 16 tokens
+    assert max(float(jnp.abs(leaf).max()) for leaf in gradients) < 1e-5
+    assert float(jax.jit(kl)(x_BTD + 0.1, weight_DV)) > 0.01
 
 
 def test_bfloat16_features_give_float32_logits():
