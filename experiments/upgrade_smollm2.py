@@ -9,8 +9,8 @@ what was released). Texts are the standard library of this Python, and the READM
 Each text is measured with blocks, routers and cut-offs from its own training split. Writes one upgraded workdir per
 text, and prints one table.
 
-With --steps the routed model is tuned, and so is the control: the dense model without as many of the cheapest blocks as
-come nearest to its FLOPs. Both with LoRA on the same batches, towards the dense model's distribution. Each then has new
+With --steps the routed model is tuned, and so is the control: the dense model without so many of the cheapest blocks
+that its FLOPs are next above the routed model's. Both with LoRA on the same batches, towards the dense model's distribution. Each then has new
 cut-offs, and is judged on the same held-out windows. --speed times decoding at batch 1. What lies in --out already is
 not done again, and a tuning that was stopped goes on.
 """
@@ -109,9 +109,10 @@ def write_readmes(folder: pathlib.Path) -> pathlib.Path:
 
 
 def nearest(found: dict[str, Any]) -> dict[str, Any]:
-    """The measured deletion whose FLOPs are nearest to those of the capacity that is tuned."""
+    """The measured deletion whose FLOPs are next above those of the capacity that is tuned."""
     (routed,) = (point for point in found["routed"] if point["capacity"] == CAPACITY.value)
-    return min(found["deleted"], key=lambda point: abs(point["of_dense"] - routed["of_dense"]))
+    above = [point for point in found["deleted"] if point["of_dense"] >= routed["of_dense"]]
+    return min(above, key=lambda point: point["of_dense"])
 
 
 def delete(request: Request, workdir: pathlib.Path, blocks: list[int]) -> None:
@@ -147,7 +148,6 @@ def dial(request: Request, workdir: pathlib.Path) -> dict[str, Any]:
         model.config, {"data.eval_windows": WINDOWS.value, "train.batch_size": 4, "optimizer.train": "all"}
     )
     calibration, held_out = batches_of(prepare_corpus(config.data, model.tokenizer), config, request)
-    calibration = {name: array[: request.cutoff_rows] for name, array in calibration.items()}
     blocks, routed = by_depth(model.params, config), list(config.routed_depths)
     routers_LD = np.zeros((len(blocks), config.model.width))
     for depth in routed:

@@ -25,8 +25,7 @@ LAYOUT = flags.DEFINE_string(
 CAPACITY = flags.DEFINE_float("capacity", 0.75, "Fraction of tokens that a routed block computes on, in (0, 1].")
 GRID = flags.DEFINE_list("grid", ["0.9", "0.75", "0.5", "0.25"], "Capacities that are measured, too.")
 TOKENIZER = flags.DEFINE_string("tokenizer", "", "Folder of a tokenizer.json, in place of the model's own tokenizer.")
-CALIBRATION_ROWS = flags.DEFINE_integer("calibration_rows", 16, "Rows of training text for routers.")
-CUTOFF_ROWS = flags.DEFINE_integer("cutoff_rows", 8, "Of these, rows for the cut-offs.")
+CALIBRATION_ROWS = flags.DEFINE_integer("calibration_rows", 16, "Rows of training text for routers and cut-offs.")
 BLOCK_ROWS = flags.DEFINE_integer("block_rows", 3, "Of these, rows on which each block is left out.")
 CHECK = flags.DEFINE_bool(
     "check", None, "Compare logits with those of transformers; default: where that is installed and can."
@@ -69,7 +68,6 @@ def main(argv: list[str]) -> int:
                 grid=grid,
                 tokenizer=TOKENIZER.value,
                 calibration_rows=CALIBRATION_ROWS.value,
-                cutoff_rows=CUTOFF_ROWS.value,
                 block_rows=BLOCK_ROWS.value,
                 check=CHECK.value,
                 steps=STEPS.value,

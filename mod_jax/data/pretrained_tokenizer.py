@@ -132,8 +132,8 @@ def from_gguf(fields: dict[str, Any], place: str) -> bytes:
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind != "gpt2":
         raise ConfigError(
-            f"{place}: tokenizer.ggml.model = {kind!r}: only gpt2 (byte-level BPE) is read from a GGUF file; give the "
-            "folder of a tokenizer.json with --tokenizer"
+            f"{place}: tokenizer.ggml.model = {kind!r}{' (SentencePiece)' if kind == 'llama' else ''}: only gpt2 "
+            "(byte-level BPE) is read from a GGUF file; give the folder of a tokenizer.json with --tokenizer"
         )
     words, merges = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.merges"]
     kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(words)

@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 def measure(dense: Dense, corpus: Corpus, request: Request, say: Say) -> Measured:
     """Chooses the routed blocks, fits routers and cut-offs on training text, and measures on held-out windows."""
     calibration, held_out = batches_of(corpus, dense.config, request)
-    few, some = (_first(rows, calibration) for rows in (request.block_rows, request.cutoff_rows))
+    few = {name: array[: request.block_rows] for name, array in calibration.items()}
     vocab_size, depth = dense.config.model.vocab_size, dense.config.model.depth
     probe = Probe(dense.config, vocab_size)
     params = probe.make_params(dense.params, np.zeros((depth, dense.config.model.width)))
@@ -63,7 +63,7 @@ def measure(dense: Dense, corpus: Corpus, request: Request, say: Say) -> Measure
 
     points, cutoffs, evaluation = [], {}, {}
     for capacity in dict.fromkeys((request.capacity, *request.grid)):
-        cutoffs[capacity] = probe.cutoffs(params, capacity_of(depth, routed, capacity), some)
+        cutoffs[capacity] = probe.cutoffs(params, capacity_of(depth, routed, capacity), calibration)
         loss = probe.loss(params, cutoffs[capacity], held_out)
         points.append(table.routed_point(config, vocab_size, capacity, loss.capacity_L[routed], loss.per_token))
         evaluation = evaluation or _evaluation(config, vocab_size, probe, params, held_out, loss)
@@ -100,10 +100,6 @@ def batches_of(corpus: Corpus, config: Config, request: Request) -> tuple[Batch,
     calibration = next(train_batches(corpus, **shape, batch_size=request.calibration_rows, seed=config.seed))
     windows = eval_batches(corpus, **shape, num_windows=config.data.eval_windows, batch_size=config.train.batch_size)
     return calibration, windows
-
-
-def _first(rows: int, batch: Batch) -> Batch:
-    return {name: array[:rows] for name, array in batch.items()}
 
 
 def _evaluation(config: Config, vocab_size: int, probe: Probe, params, held_out: list[Batch], causal: Loss) -> dict:

@@ -53,7 +53,6 @@ class Request:
     grid: Sequence[float] = GRID
     tokenizer: str = ""
     calibration_rows: int = 16
-    cutoff_rows: int = 8
     block_rows: int = 3
     check: bool | None = None
     steps: int = 0
@@ -74,9 +73,10 @@ def check(request: Request) -> None:
             raise ConfigError(f"{name} = {value!r}: must be one of {', '.join(allowed)}")
     if request.calibration_rows < 1:
         raise ConfigError(f"--calibration_rows = {request.calibration_rows}: must be >= 1")
-    for name, rows in (("--cutoff_rows", request.cutoff_rows), ("--block_rows", request.block_rows)):
-        if not 1 <= rows <= request.calibration_rows:
-            raise ConfigError(f"{name} = {rows}: must be in [1, {request.calibration_rows}], of --calibration_rows")
+    if not 1 <= request.block_rows <= request.calibration_rows:
+        raise ConfigError(
+            f"--block_rows = {request.block_rows}: must be in [1, {request.calibration_rows}], of --calibration_rows"
+        )
 
 
 def dense_config(source: Source, request: Request) -> Config:

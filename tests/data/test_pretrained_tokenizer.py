@@ -112,7 +112,7 @@ def test_what_cannot_be_used_is_refused_by_name(tmp_path):
         described(tmp_path, {}, generation={"eos_token_id": 9999})
     tiny = sources.make("llama")
     for fields, fragment in (
-        ({"tokenizer.ggml.model": "llama"}, "only gpt2"),
+        ({"tokenizer.ggml.model": "llama"}, r"'llama' \(SentencePiece\): only gpt2"),
         ({"tokenizer.ggml.pre": "refact"}, r"tokenizer\.ggml\.pre = 'refact'"),
         ({"tokenizer.ggml.eos_token_id": 9999}, "names token id 9999"),
     ):

@@ -107,7 +107,7 @@ def test_cutoffs_are_those_of_the_budget_calibration(upgraded):
     model = trained.restore(workdir)
     corpus = prepare_corpus(model.config.data, model.tokenizer)
     calibration, _ = choose.batches_of(corpus, model.config, request("", ""))
-    shifted = budget.calibrate(model, 0.25, [{name: array[:8] for name, array in calibration.items()}])
+    shifted = budget.calibrate(model, 0.25, [calibration])
     np.testing.assert_allclose(shifted.cutoffs_L, about["cutoffs"]["0.25"], atol=1e-4)
 
 
@@ -144,6 +144,25 @@ def test_training_continues_from_it_and_its_own_command_has_nothing_to_do(upgrad
     after = trained.restore(tmp_path / "tuned")
     assert after.step == 2
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), after.params, before.params)
+
+
+@pytest.mark.slow
+def test_it_is_tuned_if_asked_to(folder, tmp_path):
+    """Towards the dense model's distribution, by default; the result is an ordinary run, of plain weights."""
+    asked = request(f"hf:{folder}", tmp_path / "run", check=False, steps=2, changes=KEYS | {"train.batch_size": 4})
+    said = []
+    upgrade.upgrade(asked, said.append)
+    assert "TUNING for 2 steps; if it is stopped, this goes on with it" in said[-1]
+    before, after = trained.restore(tmp_path / "run"), trained.restore(tmp_path / "run" / "tuned")
+    assert after.step == 2
+    assert after.metadata["teacher"]["workdir"] == after.metadata["init_from"]["workdir"] == str(tmp_path / "run")
+    assert (after.config.optimizer.train, after.config.train.teacher) == ("lora", str(tmp_path / "run"))
+    assert jax.tree.structure(after.params) == jax.tree.structure(before.params)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), after.params, before.params)
+    assert not any(jax.tree.leaves(moved["embedder"]))
+    assert all(jax.tree.leaves([moved["units"], moved["final_norm"]]))
+    (completion,) = Sampler(after).generate("the cat", temperature=0, max_new_tokens=2)
+    assert len(completion.tokens) == 2
 
 
 def test_a_model_may_stay_dense(folder, tiny, tmp_path):
@@ -211,7 +230,11 @@ REFUSED = [
     (dict(capacity=0.0), r"--capacity = 0.0: must be in (0, 1]"),
     (dict(grid=(0.5, 1.5)), "--grid = 0.5, 1.5"),
     (dict(calibration_rows=0), "--calibration_rows = 0"),
-    (dict(cutoff_rows=17), "--cutoff_rows = 17: must be in [1, 16]"),
+    (dict(block_rows=17), "--block_rows = 17: must be in [1, 16]"),
+    (dict(steps=-1), "--steps = -1: must be >= 0"),
+    (dict(train="adapters"), "--train = 'adapters': must be one of lora, routing, all"),
+    (dict(loss="mse"), "--loss = 'mse': must be one of kl, ce"),
+    (dict(layout="F", steps=1, train="routing"), "--train = 'routing': --layout = 'F' has no router to train"),
     (dict(block_rows=0), "--block_rows = 0: must be in [1, 16]"),
     (dict(changes={"model.width": 64}), "config.model.width = 64: is 32 of this model"),
     (dict(changes={"routing.capacity": 0.5}), "is given by --capacity"),

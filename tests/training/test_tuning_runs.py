@@ -97,7 +97,7 @@ def test_what_is_restored_has_the_additions_in_it(start, tuned):
 
 def test_a_run_begins_with_tuned_weights_as_with_any(tuned, tmp_path):
     workdir, _, _ = tuned
-    still = make_config(**BASE, **{"optimizer.learning_rate": 1e-30, "train.steps": 1})
+    still = make_config(**BASE | {"optimizer.learning_rate": 1e-30, "train.steps": 1})
     quietly(loop.train, still, tmp_path / "next", init_from=workdir)
     after, before = (flat(trained.restore(folder).params) for folder in (tmp_path / "next", workdir))
     assert after.keys() == before.keys()
@@ -131,7 +131,7 @@ def test_routing_alone_moves_routers_alone(start, tmp_path):
 def test_a_model_that_is_its_own_teacher_learns_nothing(start, tmp_path):
     """With capacity 1 the student does what its teacher does."""
     keys = {"routing.capacity": 1.0, "train.steps": 1, "train.teacher": str(start), "optimizer.clip_norm": 1e9}
-    quietly(loop.train, make_config(**BASE, **LORA, **keys), tmp_path / "run", init_from=start)
+    quietly(loop.train, make_config(**BASE | LORA | keys), tmp_path / "run", init_from=start)
     row = next(row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["step"] == 1)
     assert abs(row["train/teacher_loss"]) < 1e-6
     assert row["train/grad_norm"] < 1e-5
