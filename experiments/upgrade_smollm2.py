@@ -10,9 +10,9 @@ Each text is measured with blocks, routers and cut-offs from its own training sp
 text, and prints one table.
 
 With --steps the routed model is tuned, and so is the control: the dense model without so many of the cheapest blocks
-that its FLOPs are next above the routed model's. Both with LoRA on the same batches, towards the dense model's distribution. Each then has new
-cut-offs, and is judged on the same held-out windows. --speed times decoding at batch 1. What lies in --out already is
-not done again, and a tuning that was stopped goes on.
+that its FLOPs are next above the routed model's. Both with LoRA on the same batches, towards the dense model's
+distribution. Each then has new cut-offs, and is judged on the same held-out windows. --speed times decoding at batch 1.
+What lies in --out already is not done again, and a tuning that was stopped goes on.
 """
 
 import dataclasses

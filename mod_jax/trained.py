@@ -124,7 +124,7 @@ def restore(
             config = with_context(config, context)
         tokenizer = load_tokenizer(workdir, config, metadata)
         model = make_model(config, config.model.vocab_size or tokenizer.vocab_size)
-        parts.update(config=config, tokenizer=tokenizer, model=model.plain or model)
+        parts.update(config=config, tokenizer=tokenizer, model=model.plain)
         stored.append(model)
         cutoffs_L = jax.ShapeDtypeStruct((config.num_routed,), jnp.float32)
         abstract = {"params": model.abstract_params, "cutoffs_L": cutoffs_L}

@@ -144,7 +144,7 @@ def read_run(workdir: paths.Folder, name: str) -> Run:
         raise DataError(f"config.json cannot be read ({type(error).__name__}: {error})") from None
     metrics = workdir / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.exists() else []
-    shapes = make_model(config, facts["vocab_size"]).abstract_params
+    shapes = make_model(config, facts["vocab_size"]).plain.abstract_params
     return Run(
         name=name,
         config=config,

@@ -52,15 +52,15 @@ class Parameters(NamedTuple):
 
 
 def count_parameters(config: Config, model: Model) -> Parameters:
-    """Parameters of a model, all and *active* ones.
+    """Parameters of a model, all and *active* ones. Low-rank additions, which are summed up with them, do not count.
 
     Of experts as many are active as a token is expected to pass MLPs in training (`moe.expected_mlps`); everything else
     is active, routed blocks too, whatever their capacity. So a model without experts has as many of both.
     """
     of_experts = total = 0
     leaves, specs = (
-        jax.tree.leaves(model.abstract_params),
-        jax.tree.leaves(model.logical_specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec)),
+        jax.tree.leaves(model.plain.abstract_params),
+        jax.tree.leaves(model.plain.logical_specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec)),
     )
     for leaf, spec in zip(leaves, specs, strict=True):
         total += leaf.size

@@ -44,7 +44,12 @@ class Model(NamedTuple):
     groups: dict[str, Any]
     init: Any
     add: Any = None  # makes plain parameters of those with additions
-    plain: Any = None
+    under: Any = None  # the model that they are made to
+
+    @property
+    def plain(self) -> "Model":
+        """The model without additions; itself, if it has none."""
+        return self if self.under is None else self.under
 
     def merge(self, params: dict[str, Any]) -> Decoder:
         return nnx.merge(self.graphdef, nnx.State(self.merged(params)))
@@ -99,5 +104,5 @@ def _with_additions(plain: Model, config: Config) -> Model:
         groups={**plain.groups, "lora": lora.groups(plans)},
         init=lambda: {**plain.init(), "lora": lora.init(plans, config.seed)},
         add=lambda params: lora.merged(params, plans, config.optimizer),
-        plain=plain,
+        under=plain,
     )

@@ -118,7 +118,7 @@ def read_weights(source: Source, mesh: Mesh) -> dict[str, Any]:
     )
     with Checkpointer(as_folder(source.workdir) / "checkpoints", read_only=True) as checkpointer:
         stored = checkpointer.restore_params(abstract, source.step).state
-    if model.plain is None:
+    if model.plain is model:
         return stored
     places = sharding.param_shardings(mesh, model.plain.logical_specs, model.plain.abstract_params)
     return jax.jit(model.merged, out_shardings=places)(stored)

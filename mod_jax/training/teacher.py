@@ -99,7 +99,7 @@ def find(config: Config, vocab_size: int) -> Teacher | None:
     """The teacher that `config` names, if any. Reads no array.
 
     Raises:
-      ConfigError: there is none, or one with another vocabulary.
+      ConfigError: there is none, or one with another vocabulary, or that is another model with all tokens selected.
     """
     name = config.train.teacher
     if not name:
@@ -108,8 +108,12 @@ def find(config: Config, vocab_size: int) -> Teacher | None:
     rows = old.model.vocab_size or saved["vocab_size"]
     if rows != vocab_size:
         raise ConfigError(f"config.train.teacher = {name!r}: has a vocabulary of {rows}, this run one of {vocab_size}")
+    if old.num_routed and old.routing.gate != "one":
+        raise ConfigError(
+            f"config.train.teacher = {name!r}: its routing.gate is {old.routing.gate!r}, and must be 'one': with "
+            "another, it is another model when every token is selected"
+        )
     dtype = config.train.teacher_dtype
     computing = dataclasses.replace(old, model=dataclasses.replace(old.model, dtype=dtype, remat="none"))
-    model = make_model(computing, rows)
-    model = model.plain or model
+    model = make_model(computing, rows).plain
     return Teacher(inherit.source_at(folder, step, old, rows), saved.get("tokenizer_digest"), model, jnp.dtype(dtype))

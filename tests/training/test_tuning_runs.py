@@ -164,6 +164,12 @@ def test_what_cannot_be_is_refused_by_name(start, tmp_path, changes, message):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_routed_teacher_must_be_an_upgraded_model(tmp_path):
+    quietly(loop.train, make_config(**BASE | {"routing.gate": "raw", "train.steps": 1}), tmp_path / "raw")
+    with pytest.raises(ConfigError, match=r"its routing\.gate is 'raw', and must be 'one'"):
+        quietly(loop.train, make_config(**BASE, **{"train.teacher": str(tmp_path / "raw")}), tmp_path / "run")
+
+
 def test_another_step_of_the_teacher_is_refused(start, tuned, tmp_path):
     workdir, config, _ = tuned
     changed = json.loads((workdir / "config.json").read_text())["teacher"] | {"step": 3}
