@@ -140,8 +140,11 @@ def restore(
     if restored is None:
         raise StorageError(f"{directory}: there is no finished checkpoint yet")
     found = dict(step=restored.step, metadata=restored.metadata, evaluation=restored.metrics)
-    params = stored[-1].merged(restored.state["params"])
-    return TrainedModel(**parts, **{**restored.state, "params": params}, **found)
+    state, model = restored.state, stored[-1]
+    if model is not model.plain:
+        lies = weight_shardings(model.plain, {"params": model.plain.abstract_params}, parts["mesh"])
+        state = {**state, "params": jax.jit(model.merged, out_shardings=lies["params"])(state["params"])}
+    return TrainedModel(**parts, **state, **found)
 
 
 def as_mesh_config(mesh: MeshConfig | Mapping[str, int] | None) -> MeshConfig:
