@@ -8,6 +8,7 @@
 5. A workdir as training leaves it, at step 0, which `train --init_from`, `evaluate` and `sample` take (`workdir`).
 """
 
+import pathlib
 import time
 from typing import Any
 
@@ -22,14 +23,26 @@ from mod_jax.pretrained.workdir import TUNE, TUNED, new_workdir, tune, whole_or_
 
 
 def upgrade(request: Request, say: Say = lambda line: print(line, flush=True)) -> dict[str, Any]:
-    """Upgrades a model into a new workdir, and returns what is written to its upgrade.json.
+    """Upgrades a model into a new workdir, and returns what is written to its upgrade.json. Then tunes it, if asked to.
 
     Raises:
-      ConfigError, CheckpointMismatch, StorageError, DataError: nothing is written then.
+      ConfigError, CheckpointMismatch, StorageError, DataError: nothing is written then. While it is tuned, those of
+        `loop.train`.
     """
-    start = time.monotonic()
     workdir = new_workdir(request.workdir)
     asked.check(request)
+    about = _without_training(request, workdir, say)  # whose arrays are gone when tuning begins
+    command = f"python -m mod_jax.train --config={workdir / TUNE} --init_from={workdir} --workdir={workdir / TUNED}"
+    if request.steps:
+        say(f"TUNING for {request.steps} steps; if it is stopped, this goes on with it: {command}")
+        tune(workdir)
+    else:
+        say(f"to train it: {command}")
+    return about
+
+
+def _without_training(request: Request, workdir: pathlib.Path, say: Say) -> dict[str, Any]:
+    start = time.monotonic()
     dense = read_dense(request, say)
     corpus = prepare_corpus(dense.config.data, dense.tokenizer)
     say(f"corpus    {describe_corpus(corpus)}")
@@ -54,10 +67,4 @@ def upgrade(request: Request, say: Say = lambda line: print(line, flush=True)) -
         outputs.write_json(scratch / "upgrade.json", about)
     what = f"at capacity {request.capacity:g}" if routed else "of the dense model"
     say(f"DONE in {seconds:.0f} s: step 0 {what} in {workdir}, plot in {workdir / 'report'}")
-    command = f"python -m mod_jax.train --config={workdir / TUNE} --init_from={workdir} --workdir={workdir / TUNED}"
-    if not request.steps:
-        say(f"to train it: {command}")
-        return about
-    say(f"TUNING for {request.steps} steps; if it is stopped, this goes on with it: {command}")
-    tune(workdir)
     return about

@@ -13,6 +13,7 @@ from mod_jax.models.decoder import by_depth, from_depth
 from mod_jax.models.model import make_model
 from mod_jax.pretrained import measure
 from mod_jax.pretrained.measure import Moments, Probe
+from mod_jax.training.losses import token_cross_entropy
 
 VOCAB, DEPTH, T = 64, 5, 32
 MARKED = 16  # ids below it
@@ -139,3 +140,18 @@ def test_a_probe_that_selects_all_is_the_dense_model(probe):
     whole = jax.jit(make_model(CONFIG, VOCAB).run)(dense, batch["tokens_BT"]).logits_BTV
     routed = jax.jit(make_model(probe.config, VOCAB).run)(params, batch["tokens_BT"], choice=choice).logits_BTV
     np.testing.assert_array_equal(routed, whole)
+
+
+def test_a_tied_table_gives_the_same_loss(probe):
+    """The probe has its transpose beside it."""
+    tied = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, tie_embedding=True))
+    dense, batch = planted(lambda *_: None), batch_of()
+    table_VD = dense["embedder"]["table_VD"]
+    routers_LD = np.zeros((DEPTH, 16))
+    apart = probe.make_params({**dense, "embedder": {"table_VD": table_VD, "unembed_DV": table_VD.T}}, routers_LD)
+    together = Probe(tied, VOCAB).make_params({**dense, "embedder": {"table_VD": table_VD}}, routers_LD)
+    losses = [probe.leave_out(params, [], [batch]).per_token for params in (apart, together)]
+    assert losses[0] == losses[1]
+    logits_BTV = jax.jit(make_model(tied, VOCAB).run)({**dense, "embedder": {"table_VD": table_VD}}, batch["tokens_BT"])
+    nats_BT, _ = token_cross_entropy(logits_BTV.logits_BTV, jnp.asarray(batch["targets_BT"]))
+    assert losses[0] == pytest.approx(float(nats_BT.mean()), rel=1e-5)
