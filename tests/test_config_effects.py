@@ -119,7 +119,9 @@ def program(config: Config) -> str:
     state = jax.eval_shape(lambda: init_state(config, model))
     batch = jax.ShapeDtypeStruct((config.train.batch_size, config.data.seq_len), "int32")
     task = Language(config, model, teacher_of(config))
-    teacher = () if task.teacher is None else (task.teacher.abstract_params(jax.make_mesh((1,) * 4, sharding.AXES)),)
+    teacher = (
+        () if task.teacher is None else (task.teacher.abstract_params(sharding.make_mesh(config, jax.devices()[:1])),)
+    )
     step = make_train_step(task, flops.train_steps(config, VOCAB_SIZE))
     return text(jax.make_jaxpr(step)(state, dict.fromkeys(MODEL_INPUTS, batch), *teacher))
 
@@ -131,7 +133,7 @@ def teacher_of(config: Config) -> Teacher | None:
     dtype = config.train.teacher_dtype
     dense = make_config(**{**BASE, "model.layout": "F", "routing.predictor": False, "model.dtype": dtype})
     model = make_model(dense, VOCAB_SIZE)
-    return Teacher(Source(config.train.teacher, 0, dense, model), None, model, jax.numpy.dtype(dtype))
+    return Teacher(Source(config.train.teacher, 0, dense, model), dense, None, model, jax.numpy.dtype(dtype))
 
 
 @functools.cache

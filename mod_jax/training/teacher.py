@@ -1,7 +1,7 @@
 """A trained run whose next-token distribution another one learns (`train.teacher`): found, checked, loaded.
 
-All its tokens are selected, so that of an upgraded model it is the dense model that was upgraded. Its weights lie
-beside the train state, in `train.teacher_dtype`; no checkpoint holds them.
+All its blocks are full, so that of an upgraded model it is the dense model that was upgraded. Its weights lie beside
+the train state, in `train.teacher_dtype`; no checkpoint holds them.
 """
 
 import dataclasses
@@ -16,17 +16,20 @@ from mod_jax import sharding
 from mod_jax.config import Config
 from mod_jax.data.tokenizers import Tokenizer
 from mod_jax.errors import ConfigError
+from mod_jax.layout import unrouted
 from mod_jax.models import flops
 from mod_jax.models.blocks import Choice
+from mod_jax.models.decoder import by_depth, from_depth
 from mod_jax.models.model import Model, make_model
 from mod_jax.training import inherit
 
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """The newest checkpoint of a run, when it was found. `model` computes in `dtype`."""
+    """The newest checkpoint of a run, when it was found. `config` and `model` are without routing, and of `dtype`."""
 
     source: inherit.Source
+    config: Config
     tokenizer_digest: str | None
     model: Model
     dtype: jnp.dtype
@@ -49,9 +52,7 @@ class Teacher:
 
     def flops(self, seq_len: int) -> float:
         """Of one row, forward, every token selected."""
-        config = self.source.config
-        rows = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=seq_len))
-        return flops.dense_flops(rows, self.model.vocab_size).total
+        return flops.forward_flops(self.config, self.model.vocab_size, seq_len).total
 
     def abstract_params(self, mesh: Mesh) -> dict[str, Any]:
         """The weights as ShapeDtypeStructs, each with its sharding."""
@@ -71,14 +72,15 @@ class Teacher:
         Raises:
           StorageError: the checkpoint is damaged, or gone.
         """
-        wanted, plain = self.abstract_params(mesh), inherit.read_weights(self.source, mesh)
+        wanted, stored = self.abstract_params(mesh), inherit.read_weights(self.source, mesh)
+
+        def without_routing(params: dict[str, Any]) -> dict[str, Any]:
+            blocks = [block.get("block", block) for block in by_depth(params, self.source.config)]
+            dense = from_depth(blocks, {name: params[name] for name in ("embedder", "final_norm")}, self.config)
+            return jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), dense, wanted)
+
         places = jax.tree.map(lambda leaf: leaf.sharding, wanted)
-        cast = jax.jit(
-            lambda params: jax.tree.map(lambda p, leaf: p.astype(leaf.dtype), params, wanted),
-            out_shardings=places,
-            donate_argnums=0,
-        )
-        return cast(plain)
+        return jax.jit(without_routing, out_shardings=places)(stored)
 
     def features(self, params: dict[str, Any], *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(normalised features [B, T, D], the weight that makes logits of them [D, V]), without gradient."""
@@ -114,6 +116,10 @@ def find(config: Config, vocab_size: int) -> Teacher | None:
             "another, it is another model when every token is selected"
         )
     dtype = config.train.teacher_dtype
-    computing = dataclasses.replace(old, model=dataclasses.replace(old.model, dtype=dtype, remat="none"))
-    model = make_model(computing, rows).plain
-    return Teacher(inherit.source_at(folder, step, old, rows), saved.get("tokenizer_digest"), model, jnp.dtype(dtype))
+    layout = "".join(map(unrouted, old.model.layout))
+    shape = dict(dtype=dtype, remat="none", scan=True, layout=layout)
+    dense = dataclasses.replace(old, model=dataclasses.replace(old.model, **shape))
+    model = make_model(dense, rows).plain
+    return Teacher(
+        inherit.source_at(folder, step, old, rows), dense, saved.get("tokenizer_digest"), model, jnp.dtype(dtype)
+    )

@@ -149,7 +149,7 @@ def test_training_continues_from_it_and_its_own_command_has_nothing_to_do(upgrad
 @pytest.mark.slow
 def test_it_is_tuned_if_asked_to(folder, tmp_path):
     """Towards the dense model's distribution, by default; the result is an ordinary run, of plain weights."""
-    asked = request(f"hf:{folder}", tmp_path / "run", check=False, steps=2, changes=KEYS | {"train.batch_size": 4})
+    asked = request(f"hf:{folder}", tmp_path / "run", check=False, steps=2)
     said = []
     upgrade.upgrade(asked, said.append)
     assert "TUNING for 2 steps; if it is stopped, this goes on with it" in said[-1]
