@@ -6,6 +6,7 @@ import json
 
 import jax
 import numpy as np
+import optax
 import pytest
 from tiny import TINY
 
@@ -13,7 +14,8 @@ from mod_jax import trained
 from mod_jax.config import make_config
 from mod_jax.errors import ConfigError, ResumeRefused
 from mod_jax.models.decoder import by_depth
-from mod_jax.training import loop, prepare
+from mod_jax.models.model import make_model
+from mod_jax.training import loop, optimizer, prepare
 from mod_jax.training.checkpoint import Checkpointer
 from mod_jax.training.rows import read_metrics
 
@@ -39,10 +41,26 @@ def flat(tree):
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def keys(tree):
+    return {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def stored_state(workdir, config):
     run, _ = quietly(prepare.prepare_run, config, workdir)
     with Checkpointer(workdir / "checkpoints", read_only=True) as checkpointer:
         return jax.device_get(checkpointer.restore(run.abstract_state).state)
+
+
+def test_additions_norms_and_routing_are_all_that_lora_trains():
+    config = make_config(**BASE, **LORA)
+    model = make_model(config, 32)
+    trained_params, frozen = optimizer.split(model.abstract_params, config.optimizer, model.groups)
+    groups = flat(jax.tree.map(lambda group: np.array(group), model.groups))
+    assert {str(groups[name]) for name in keys(frozen)} == {"matrix"}
+    state = jax.eval_shape(optimizer.make_optimizer(config.optimizer, model.groups).init, model.abstract_params)
+    for moment in ("mu", "nu"):
+        shapes = sorted(leaf.shape for leaf in jax.tree.leaves(optax.tree.get(state, moment)))
+        assert shapes == sorted(leaf.shape for leaf in jax.tree.leaves(trained_params))
 
 
 @pytest.fixture(scope="module")
