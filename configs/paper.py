@@ -29,6 +29,9 @@ SHAPES = {
     "3b": (2560, 36, 128, 3e-4),
 }
 MODELS = ("mod", "dense")
+# The fastest of three by estimate, as compiled (python -m mod_jax.plan --search), not run: of 60m on v5e:4x4, of 3b on
+# v5e:16x16; a smaller slice may need full. Not compared: 120m, none; the others, full.
+REMAT = {"60m": "full", "120m": "none", "3b": "dots"}
 
 
 def get_config(arg="size=220m"):
@@ -56,7 +59,7 @@ def get_config(arg="size=220m"):
         tie_embedding=True,
         dtype="bfloat16",
         layout="F" if dense else "FR",
-        remat="full" if width >= 1024 else "none",
+        remat=REMAT.get(options["size"], "full"),
     )
     config.routing.update(
         capacity=0.125,

@@ -7,7 +7,7 @@ restart. What is compiled is kept, so a search that was interrupted goes on, and
 
 The count (see `counts`) says what is too large to try, and in which order to try the rest. Each compilation corrects
 it for the candidates that are alike. The first half of the compilations goes to meshes and recomputations that were not
-tried yet; after that micro-batches and chunks of the best ones compete too.
+tried yet, with the default's chunk of the loss, since of chunks the count knows least; after that all compete.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from mod_jax import config as config_lib
 from mod_jax import sharding
 from mod_jax.config import FIELDS, Config, MeshConfig, TrainConfig
 from mod_jax.errors import ConfigError
-from mod_jax.planning import counts, train_step
+from mod_jax.planning import counts, topology, train_step
 from mod_jax.planning.report import changed_line, count, describe_inputs, find_slice, line, size, wrap
 from mod_jax.planning.train_step import TIGHT
 from mod_jax.training import losses
@@ -67,10 +67,15 @@ def make_report(config: Config, topology_name: str, limit: int = LIMIT) -> dict[
     search = _Search(product.chip.hbm_bytes)
     while first is not None and len(search.tried) < limit:
         waiting.remove(first)
-        row = {"flags": flags(config, first.config), "default": first.config == default, **_row(first, topology_name)}
+        row = {
+            "flags": flags(config, first.config),
+            "default": first.config == default,
+            "far": topology.splits_physical_axes(sharding.make_mesh(first.config, devices)),
+            **_row(first, topology_name),
+        }
         search.add(first, row)
         _say(f"{len(search.tried):>3}/{limit} {_words(row)}")
-        first = search.next(waiting, new_layouts_only=len(search.tried) < (limit + 1) // 2)
+        first = search.next(waiting, default.train.loss_chunk if len(search.tried) < (limit + 1) // 2 else None)
     too_large = sum(not search.may_fit(candidate) for candidate in waiting)
     rows = sorted((row for _, row in search.tried), key=rank)
     mesh = sharding.make_mesh(default, devices)
@@ -116,7 +121,8 @@ def meshes(config: Config, num_devices: int) -> Iterator[MeshConfig]:
     """Every mesh that covers that many devices and that batch and model divide by."""
     sizes = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     whole_batch = dataclasses.replace(config, train=_train(config, 1, 0))
-    for expert, tensor, data in itertools.product(sizes if config.expert_depths else (1,), sizes, sizes):
+    experts = sizes if config.expert_depths else sorted({1, config.mesh.expert})
+    for expert, tensor, data in itertools.product(experts, sizes, sizes):
         fsdp, rest = divmod(num_devices, expert * tensor * data)
         mesh = MeshConfig(data, fsdp, tensor, expert)
         if not rest and fsdp and not train_step.why_no_mesh(dataclasses.replace(whole_batch, mesh=mesh), num_devices):
@@ -149,11 +155,12 @@ class _Search:
     def add(self, candidate: Candidate, row: dict[str, Any]) -> None:
         self.tried.append((candidate, row))
 
-    def next(self, waiting: list[Candidate], new_layouts_only: bool) -> Candidate | None:
-        """The one that looks fastest of those that may fit."""
+    def next(self, waiting: list[Candidate], new_with_chunk: int | None) -> Candidate | None:
+        """The one that looks fastest of those that may fit: with this chunk on a new mesh, or with a new remat, if
+        there is one; None: of all."""
         known = {candidate.layout for candidate, _ in self.tried}
         able = [candidate for candidate in waiting if self.may_fit(candidate)]
-        new = [candidate for candidate in able if candidate.layout not in known] if new_layouts_only else []
+        new = [c for c in able if c.layout not in known and c.config.train.loss_chunk == new_with_chunk]
         return min(new or able, key=lambda c: (self.expected(c, "seconds"), c.count.memory), default=None)
 
     def may_fit(self, candidate: Candidate) -> bool:
@@ -201,7 +208,6 @@ def _row(candidate: Candidate, topology_name: str) -> dict[str, Any]:
         "seconds": estimate["seconds_exposed"],
         "estimate": estimate,
         "token_movers": plan["token_movers"],
-        "far": any(note.startswith("mesh axes are no products") for note in plan["notes"]),
     }
 
 
@@ -259,7 +265,7 @@ def describe(report: dict[str, Any]) -> str:
         told = " ".join(f"--config.{key}={value}" for key, value in other["flags"].items()) or "the default"
         hidden = other["estimate"]["seconds_hidden"]
         ending.append(line("note", f"if all collectives hide, this is the fastest: {hidden:.4g} s with {told}"))
-    if any(row.get("far") for row in rows):
+    if any(row["far"] for row in rows):
         ending.append(
             line("note", "*: mesh axes are no products of axes of the slice; some neighbours are several hops apart")
         )
@@ -274,7 +280,7 @@ def _table_row(row: dict[str, Any], axes: list[str]) -> str:
     else:
         asked = size(row["memory"]) if row["memory"] else ""
         times = f"{'does not fit' if row['compile'] else 'the compiler fails':>28} {asked:>11}"
-    mesh = " x ".join(str(row["mesh"][axis]) for axis in axes) + ("*" if row.get("far") else "")
+    mesh = " x ".join(str(row["mesh"][axis]) for axis in axes) + ("*" if row["far"] else "")
     remarks = [name for name in ("default", "tight") if row[name]]
     if row["seconds"] and not row["fits"]:
         remarks.append("does not fit")

@@ -295,6 +295,7 @@ def test_the_second_time_nothing_is_compiled(planned):
 def test_what_the_compiler_refuses_for_want_of_memory_is_planned_all_the_same(tmp_path):
     pytest.importorskip("libtpu")
     command = [sys.executable, "-m", "mod_jax.plan", "--config=configs/paper.py:size=60m", "--topology=v5e:1x1"]
+    command.append("--config.model.remat=none")
     environment = {**os.environ, "MOD_JAX_CACHE": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
