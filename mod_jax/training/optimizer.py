@@ -79,9 +79,3 @@ def split(params: dict[str, Any], config: OptimizerConfig, groups: dict[str, Any
 def join(trained: dict[str, Any], frozen: dict[str, Any]) -> dict[str, Any]:
     """Inverse of `split`."""
     return jax.tree.map(lambda t, f: f if t is None else t, trained, frozen, is_leaf=lambda leaf: leaf is None)
-
-
-def freeze(params: dict[str, Any], config: OptimizerConfig, groups: dict[str, Any]) -> dict[str, Any]:
-    """`params`, of which those that are not trained have no gradient."""
-    trained, frozen = split(params, config, groups)
-    return join(trained, jax.lax.stop_gradient(frozen))
