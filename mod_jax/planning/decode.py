@@ -34,6 +34,8 @@ from mod_jax.planning.report import (
     describe_inputs,
     line,
     memory_line,
+    moved_by_chip,
+    moved_lines,
     size,
     wrap,
 )
@@ -204,7 +206,7 @@ def _add_measures(report: dict[str, Any], plan: serving.Serving, compiled: topol
         "compiled_bypassed": bypassed.hbm_bytes,
         "per_call": around_loop.hbm_bytes,
     }
-    report["collectives"] = serving.moved_by_chip(step)
+    report["collectives"] = moved_by_chip(step)
     times = roofline.estimate(step, plan.product, tuning.peak_flops(chip.kind), topology.coordinates(plan.mesh))
     by_count = (report["read"]["weights"] + report["read"]["cache"]) / chip.hbm_bandwidth
     # A tiny model stays on the chip from step to step, as far as the program tells; no plan should count on that.
@@ -248,7 +250,7 @@ def describe(report: dict[str, Any]) -> str:
                 f"compiler's own figure, every block once, is {flops['compiled_every_block']:.4g}",
             ),
             line("read", _read(report)),
-            *serving.moved_lines(report["collectives"], "step"),
+            *moved_lines(report["collectives"], "step"),
             line("estimate", _estimate(report)),
         ]
     return wrap([*lines, line("verdict", report["verdict"])])

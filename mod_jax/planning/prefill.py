@@ -34,6 +34,8 @@ from mod_jax.planning.report import (
     describe_inputs,
     line,
     memory_line,
+    moved_by_chip,
+    moved_lines,
     size,
     wrap,
 )
@@ -125,7 +127,7 @@ def _add_measures(report: dict[str, Any], config: Config, plan: Serving, compile
     report["memory"] |= {**compiled.memory, "needed": compiled.hbm_bytes}
     report["flops"] |= {"compiled": step.flops * plan.mesh.size}
     report["read"] = {"compiled": step.hbm_bytes}
-    report["collectives"] = serving.moved_by_chip(step)
+    report["collectives"] = moved_by_chip(step)
     if step.kernels:
         report["notes"].append(f"{step.kernels:g} runs of kernels that are not known here count as no FLOPs")
     times = roofline.estimate(step, plan.product, peak, topology.coordinates(plan.mesh))
@@ -186,7 +188,7 @@ def describe(report: dict[str, Any]) -> str:
                 "in the matrix products of the compiled program",
             ),
             line("read", f"{size(report['read']['compiled'])} to and from HBM, a chip, in the compiled program"),
-            *serving.moved_lines(report["collectives"], "prefill"),
+            *moved_lines(report["collectives"], "prefill"),
             line("estimate", _estimate(report)),
         ]
     return wrap([*lines, line("verdict", report["verdict"])])

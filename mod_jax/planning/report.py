@@ -1,5 +1,6 @@
 """What the plans of training and of sampling have in common: the slice that is meant, and lines of a report."""
 
+import collections
 import textwrap
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +10,8 @@ import jax
 from mod_jax import config as config_lib
 from mod_jax.config import Config
 from mod_jax.errors import ConfigError
-from mod_jax.planning import topology
+from mod_jax.planning import roofline, topology
+from mod_jax.planning.program import Step
 from mod_jax.planning.topology import Compiled, Product
 
 INDENT = 10
@@ -47,6 +49,28 @@ def describe_inputs(config: Config, product: Product, devices: list[jax.Device],
 
 def describe_compilation(compiled: Compiled) -> dict[str, Any]:
     return {name: getattr(compiled, name) for name in ("seconds", "cpu_seconds", "cached", "refused")}
+
+
+def moved_by_chip(step: Step) -> list[dict[str, Any]]:
+    """Collectives of a step by kind and mesh axes: runs, and bytes that a chip sends; most bytes first."""
+    moved = collections.defaultdict(lambda: {"count": 0, "bytes": 0.0})
+    for collective, times in step.moved:
+        entry = moved[collective.kind, collective.axes]
+        entry["count"] += times
+        entry["bytes"] += times * roofline.bytes_sent(collective)
+    by_bytes = sorted(moved.items(), key=lambda item: -item[1]["bytes"])
+    return [{"kind": kind, "axes": axes, **entry} for (kind, axes), entry in by_bytes if entry["count"]]
+
+
+def moved_lines(collectives: list[dict[str, Any]], per: str) -> list[str]:
+    if not collectives:
+        return [line("moved", "nothing: no chip needs another")]
+    lines = [line("moved", f"runs and bytes sent, per chip and {per}, every loop times its trips")]
+    for entry in collectives:
+        where = f"{entry['kind']:<20}{' and '.join(entry['axes']) or 'no axis':<20}"
+        mib = entry["bytes"] / 2**20
+        lines.append(line("", f"{where}{round(entry['count'], 1):>9,} {mib:>12,.{1 if mib >= 10 else 3}f} MiB"))
+    return lines
 
 
 def changed_line(report: dict[str, Any]) -> str:

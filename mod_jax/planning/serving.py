@@ -4,7 +4,6 @@ Both compile a program of `Sampler` for a model that need not be trained. What n
 block runs. Here each token enters it with the probability `capacity`, whatever the others do (see `expected_passes`).
 """
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -21,8 +20,7 @@ from mod_jax.config import Config, MeshConfig
 from mod_jax.errors import ConfigError
 from mod_jax.models.blocks import Choice
 from mod_jax.models.model import make_model
-from mod_jax.planning import roofline, topology
-from mod_jax.planning.program import Step
+from mod_jax.planning import topology
 from mod_jax.planning.report import find_slice, line, size
 from mod_jax.planning.topology import Product
 from mod_jax.sampling import cache as cache_lib
@@ -248,30 +246,6 @@ def memory_by_count(config: Config, arguments: Arguments, serving: Serving, slot
 
 
 # Parts of a report.
-
-
-def moved_by_chip(step: Step) -> list[dict[str, Any]]:
-    """Collectives of a step by kind and mesh axes: runs, and bytes that a chip sends; most bytes first."""
-    moved = collections.defaultdict(lambda: {"count": 0.0, "bytes": 0.0})
-    for collective, times in step.moved:
-        entry = moved[collective.kind, collective.axes]
-        entry["count"] += times
-        entry["bytes"] += times * roofline.bytes_sent(collective)
-    by_bytes = sorted(moved.items(), key=lambda item: -item[1]["bytes"])
-    return [{"kind": kind, "axes": axes, **entry} for (kind, axes), entry in by_bytes if entry["count"]]
-
-
-def moved_lines(collectives: list[dict[str, Any]], per: str) -> list[str]:
-    if not collectives:
-        return [line("moved", "nothing: no chip needs another")]
-    return [
-        line("moved", f"runs and bytes sent, per chip and {per}"),
-        *(
-            line("", f"{entry['kind']:<20}{' and '.join(entry['axes']) or 'no axis':<20}")
-            + f"{entry['count']:>9,.1f} {entry['bytes'] / 2**20:>12,.3f} MiB"
-            for entry in collectives
-        ),
-    ]
 
 
 def target_line(where: dict[str, Any]) -> str:

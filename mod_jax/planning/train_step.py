@@ -5,7 +5,6 @@ for a person. Memory is the compiler's own figure; FLOPs and traffic are read fr
 estimate (see `mod_jax.planning.roofline`), never a measurement.
 """
 
-import collections
 import dataclasses
 import math
 import re
@@ -31,6 +30,8 @@ from mod_jax.planning.report import (
     find_slice,
     line,
     memory_line,
+    moved_by_chip,
+    moved_lines,
     size,
     wrap,
 )
@@ -96,15 +97,7 @@ def _add_measures(report: dict[str, Any], config: Config, product, mesh, params,
         "compiled_loops_once": compiled.flops_once * mesh.size,
     }
 
-    moved = collections.defaultdict(lambda: {"count": 0, "bytes": 0.0})
-    for collective, times in step.moved:
-        entry = moved[collective.kind, collective.axes]
-        entry["count"] += times
-        entry["bytes"] += times * roofline.bytes_sent(collective)
-    report["collectives"] = [
-        {"kind": kind, "axes": axes, **entry}
-        for (kind, axes), entry in sorted(moved.items(), key=lambda item: -item[1]["bytes"])
-    ]
+    report["collectives"] = moved_by_chip(step)
     shapes = [(leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params)]
     report["token_movers"] = [
         f"{c.kind} {c.dtype}{list(c.shape)} over {' and '.join(c.axes)} ({c.source or 'no name'})"
@@ -235,12 +228,7 @@ def describe(report: dict[str, Any]) -> str:
                 "products of the compiled program, every loop times its trips; the compiler's own figure, every loop "
                 f"once, is {flops['compiled_loops_once']:.4g}",
             ),
-            line("moved", "runs and bytes sent, per chip and step, every loop times its trips"),
-            *(
-                line("", f"{entry['kind']:<20}{' and '.join(entry['axes']) or 'no axis':<20}")
-                + f"{entry['count']:>7,} {entry['bytes'] / 2**20:>12,.1f} MiB"
-                for entry in report["collectives"]
-            ),
+            *moved_lines(report["collectives"], "step"),
             line("routing", _routing(report)),
             line("estimate", _estimate(report)),
         ]
