@@ -15,6 +15,7 @@ from mod_jax import buckets
 from mod_jax.errors import ConfigError, StorageError
 
 Folder = pathlib.Path | epath.Path  # of a run
+NAME_BYTES = 255  # of a file or folder, on the file systems that people have
 SCHEME = r"[A-Za-z][\w+.-]+:/"  # one slash: a pathlib.Path has lost the other
 
 
@@ -26,7 +27,8 @@ def local_folder(name: str, value: str | os.PathLike) -> pathlib.Path:
       value: what they gave. A leading ~ is the home folder.
 
     Raises:
-      ConfigError: it is no path, empty, in a bucket, or has characters that no file of ours can live with.
+      ConfigError: it is no path, empty, in a bucket, has a name that is too long, or characters that no file of ours
+        can live with.
     """
     text = _text(name, value)
     if scheme := re.match(SCHEME, text):
@@ -38,6 +40,8 @@ def local_folder(name: str, value: str | os.PathLike) -> pathlib.Path:
         path = pathlib.Path(text).expanduser().absolute()
     except RuntimeError as error:  # no such home
         raise ConfigError(f"{name} = {text!r}: {error}") from None
+    if longest := [part for part in path.parts if len(os.fsencode(part)) > NAME_BYTES]:
+        raise ConfigError(f"{name} = {text!r}: {longest[0]!r} is longer than a name may be, {NAME_BYTES} bytes")
     if not str(path).isprintable():
         raise ConfigError(f"{name} = {text!r}: {str(path)!r} has characters that cannot be printed")
     return path

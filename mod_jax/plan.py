@@ -1,9 +1,9 @@
 """Does it fit? python -m mod_jax.plan --config=configs/paper.py:size=3b --topology=v5e:16x16
 
 Compiles the real train step, or with --program=decode the real decoding loop and with --program=prefill the pass over
-the prompts, for a TPU slice that need not be there (pip install 'jax[tpu]'; no TPU, no corpus), and prints size, memory
-against what a chip has, FLOPs, what moves, and an estimate of the time. The same program is compiled once: its result
-is kept below the cache folder (data.cache_dir or MOD_JAX_CACHE). --search compiles other meshes, recomputation,
+the prompts, for a TPU slice that need not be there (pip install -e '.[tpu]'; no TPU, no corpus), and prints size,
+memory against what a chip has, FLOPs, what moves, and an estimate of the time. The same program is compiled once: its
+result is kept below the cache folder (data.cache_dir or MOD_JAX_CACHE). --search compiles other meshes, recomputation,
 micro-batches and chunks of the loss too, and ranks them.
 
 The last line says whether it fits; the exit code is 0 either way.

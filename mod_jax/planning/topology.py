@@ -126,7 +126,7 @@ def devices(product: Product) -> list[jax.Device]:
       ConfigError: libtpu is not installed, or knows no such slice.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError("compiling for a TPU needs libtpu, also where there is no TPU: pip install 'jax[tpu]'")
+        raise ConfigError("compiling for a TPU needs libtpu, also where there is no TPU: pip install -e '.[tpu]'")
     # Without the first, libtpu asks a metadata server that is not there; without the second, two processes that compile
     # at once fail on its lock file. The other two only keep harmless complaints about host names off stderr.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"

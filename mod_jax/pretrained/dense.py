@@ -7,6 +7,7 @@ import jax
 from mod_jax.config import Config
 from mod_jax.data import tokenizers
 from mod_jax.errors import CheckpointMismatch, ConfigError
+from mod_jax.layout import is_routed
 from mod_jax.pretrained import families
 from mod_jax.pretrained.check import difference_from_transformers
 from mod_jax.pretrained.request import Request, Say, dense_config, layout_of
@@ -29,7 +30,7 @@ def read_dense(request: Request, say: Say) -> Dense:
     source = open_source(request.source)
     config = dense_config(source, request)
     layout = layout_of(request.layout, config, None)  # refuses a bad one now
-    if request.steps and request.train == "routing" and request.layout[:4] != "auto" and "R" not in layout:
+    if request.train == "routing" and request.layout[:4] != "auto" and not any(map(is_routed, layout)):
         raise ConfigError(f"--train = 'routing': --layout = {request.layout!r} has no router to train")
     tokenizer = tokenizers.pretrained(config.data.tokenizer)
     if tokenizer.vocab_size > config.model.vocab_size:

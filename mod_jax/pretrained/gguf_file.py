@@ -25,7 +25,7 @@ def open_gguf(path: pathlib.Path) -> GGUF:
       StorageError: it is no GGUF file, or damaged.
     """
     if not path.is_file():
-        raise ConfigError(f"gguf:{path}: is not a file")
+        raise ConfigError(f"--from = 'gguf:{path}': is not a file")
     library = _import_gguf()
     try:
         with path.open("rb") as file:

@@ -29,6 +29,7 @@ FIXED = {
     "train.tokens": 0,
     "train.flops": 0.0,
 }
+MAX_STEPS = 2**31 - 1  # as config.train.steps
 GRID = (0.9, 0.75, 0.5, 0.25)
 
 
@@ -66,8 +67,8 @@ def check(request: Request) -> None:
     for name, value in (("--capacity", [request.capacity]), ("--grid", request.grid)):
         if not all(isinstance(x, int | float) and 0 < x <= 1 for x in value):
             raise ConfigError(f"{name} = {', '.join(map(str, value))}: must be in (0, 1]")
-    if request.steps < 0:
-        raise ConfigError(f"--steps = {request.steps}: must be >= 0")
+    if not 0 <= request.steps <= MAX_STEPS:
+        raise ConfigError(f"--steps = {request.steps}: must be in [0, {MAX_STEPS}]")
     for name, value, allowed in (("--train", request.train, TUNING), ("--loss", request.loss, LOSSES)):
         if value not in allowed:
             raise ConfigError(f"{name} = {value!r}: must be one of {', '.join(allowed)}")
@@ -90,6 +91,7 @@ def dense_config(source: Source, request: Request) -> Config:
     tokenizer = request.tokenizer or source.name
     decided = {**keys, **FIXED, "data.tokenizer": tokenizer if ":" in tokenizer else f"hf:{tokenizer}"}
     instead = {"model.layout": "--layout", "routing.capacity": "--capacity", "data.tokenizer": "--tokenizer"}
+    instead |= {"optimizer.train": "--train", "train.teacher": "--loss"}
     for name, value in request.changes.items():
         if name in instead:
             raise ConfigError(f"config.{name} = {value!r}: is given by {instead[name]} here")

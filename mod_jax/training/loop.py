@@ -141,10 +141,10 @@ def remember(run: Run, init_from: str | os.PathLike | None) -> tuple[Run, inheri
         return dataclasses.replace(run, init_from=source.to_json()), source
     began, seconds = saved.get("init_from"), saved.get("wall_seconds", 0.0)  # which older checkpoints do not have
     taught, teaches = saved.get("teacher") or {}, run.task.teacher and run.task.teacher.to_json()
-    if teaches and taught and taught["step"] != teaches["step"]:
+    if teaches and taught and any(taught[name] != teaches[name] for name in ("step", "fingerprint")):
+        was, now = (f"step {of['step']} of config {of['fingerprint']}" for of in (taught, teaches))
         raise ResumeRefused(
-            f"config.train.teacher = {run.config.train.teacher!r}: this run began with its step {taught['step']}, and "
-            f"now its newest is step {teaches['step']}"
+            f"config.train.teacher = {run.config.train.teacher!r}: this run began with {was}; there now lies {now}"
         )
     if asked is not None and asked != (began or {}).get("workdir"):
         began_with = "weights of its own" if began is None else f"the weights of {began['workdir']}"

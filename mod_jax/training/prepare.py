@@ -87,6 +87,8 @@ def make_run(config: Config, workdir: paths.Folder, vocab_size: int) -> Run:
     """The run without its data: what it computes, on which devices, for how long."""
     mesh = sharding.make_mesh(config)
     task = make_task(config, vocab_size)
+    if task.teacher is not None:
+        task.teacher.check_mesh(mesh)
     num_steps = flops.train_steps(config, vocab_size)
     if num_steps > MAX_STEPS:
         name = next(name for name in config_lib.LENGTH_KEYS if config_lib.to_flat_dict(config)[name])

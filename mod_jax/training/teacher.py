@@ -88,6 +88,13 @@ class Teacher:
         x_BTD, _ = decoder.features(*inputs, Choice("all"))
         return x_BTD, decoder.embedder.output_weight()
 
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raises ConfigError unless the weights divide evenly over the mesh."""
+        try:
+            sharding.check_model(self.config, dict(mesh.shape))
+        except ConfigError as error:
+            raise ConfigError(f"config.train.teacher = {self.source.workdir!r}: of its model, {error}") from None
+
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError if the ids of the teacher mean other text."""
         if self.tokenizer_digest not in (None, tokenizer.digest):
@@ -115,6 +122,8 @@ def find(config: Config, vocab_size: int) -> Teacher | None:
             f"config.train.teacher = {name!r}: its routing.gate is {old.routing.gate!r}, and must be 'one': with "
             "another, it is another model when every token is selected"
         )
+    if old.experts_choose:
+        raise ConfigError(f"config.train.teacher = {name!r}: its experts.choice is 'expert', which is no causal model")
     dtype = config.train.teacher_dtype
     layout = "".join(map(unrouted, old.model.layout))
     shape = dict(dtype=dtype, remat="none", scan=True, layout=layout)

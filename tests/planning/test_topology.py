@@ -81,7 +81,7 @@ def test_products():
 
 def test_without_libtpu_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'jax\[tpu\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[tpu\]'"):
         topology.devices(topology.Product("v5e", "2x2"))
 
 

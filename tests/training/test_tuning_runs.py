@@ -188,12 +188,33 @@ def test_a_routed_teacher_must_be_an_upgraded_model(tmp_path):
         quietly(loop.train, make_config(**BASE, **{"train.teacher": str(tmp_path / "raw")}), tmp_path / "run")
 
 
-def test_another_step_of_the_teacher_is_refused(start, tuned, tmp_path):
+def test_a_teacher_that_looks_ahead_or_does_not_fit_the_mesh_is_refused(start, tmp_path):
+    experts = {"model.layout": "E", "experts.choice": "expert", "experts.count": 2, "train.steps": 1}
+    quietly(loop.train, make_config(**BASE | {"routing.aux_weight": 0.0} | experts), tmp_path / "experts")
+    for teacher, changes, message in (
+        (tmp_path / "experts", {}, "its experts.choice is 'expert'"),
+        (
+            start,
+            {"model.num_heads": 4, "mesh.tensor": 4},
+            "of its model, config.model.num_heads = 2: must be divisible",
+        ),
+    ):
+        config = make_config(**BASE | {"train.teacher": str(teacher)} | changes)
+        with pytest.raises(ConfigError, match=r"^config\.train\.teacher = ") as refused:
+            quietly(loop.train, config, tmp_path / "run")
+        assert message in str(refused.value)
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("other", [{"step": 3}, {"fingerprint": "0123456789ab"}])
+def test_another_teacher_is_refused(start, tuned, tmp_path, other):
     workdir, config, _ = tuned
-    changed = json.loads((workdir / "config.json").read_text())["teacher"] | {"step": 3}
+    changed = json.loads((workdir / "config.json").read_text())["teacher"] | other
     run, _ = quietly(prepare.prepare_run, config, workdir)
     with Checkpointer(tmp_path / "run" / "checkpoints", metric=run.task.ranking_metric) as checkpointer:
         about = prepare.metadata(run, 0.0) | {"teacher": changed}
         checkpointer.save(2, loop.fresh_state(run), about)
-    with pytest.raises(ResumeRefused, match="this run began with its step 3, and now its newest is step 4"):
+    with pytest.raises(
+        ResumeRefused, match=f"this run began with step .*{other.popitem()[1]}.*; there now lies step 4 of config"
+    ):
         quietly(loop.train, config, tmp_path / "run")
