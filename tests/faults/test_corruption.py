@@ -291,6 +291,7 @@ def test_a_run_goes_on_from_the_step_before_a_damaged_one(tmp_path, damage):
     train(tmp_path / "undisturbed")
     workdir = tmp_path / "run"
     train(workdir)
+    (workdir / "result.json").unlink()  # as if killed before the end: a finished run reads no step
     newest = workdir / "checkpoints" / "14"
     damage(max(newest.rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size), random.Random(0))
     with Run(workdir) as run:
