@@ -16,6 +16,7 @@ NOTEBOOKS = sorted((pathlib.Path(__file__).resolve().parents[1] / "notebooks").g
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.delenv("MOD_JAX_RUN", raising=False)
+    monkeypatch.delenv("XLA_FLAGS")  # one device and a program that is fast, as a reader has them
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # below it, the notebook trains a run of its own
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
