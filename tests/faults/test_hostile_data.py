@@ -126,10 +126,9 @@ def test_places_that_cannot_be(tmp_path, kind):
         "nowhere": "does not exist",
         "self": "cannot open .*symbolic links",
         "file/below": "cannot open .*Not a directory",
-        "n" * 300: "cannot open .*File name too long",
     }.items():
         refused(DataError, f"{kind}:{tmp_path}/{path}", cause)
-    for path in ("gs://bucket/texts", "s3:/bucket", "a\0b", "a\nb", "a\udcffb", "~nobody-of-this-name/x", " "):
+    for path in ("gs://bucket/texts", "s3:/bucket", "a\0b", "a\nb", "a\udcffb", "~nobody-of-this-name/x", " ", "n" * 300):
         refused(ConfigError, f"{kind}:{path}", "config.data.source = ")
 
 
