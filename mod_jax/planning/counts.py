@@ -26,9 +26,9 @@ from mod_jax.config import Config, MeshConfig
 from mod_jax.models import flops
 from mod_jax.models.decoder import repeating_unit
 from mod_jax.models.model import make_model
-from mod_jax.planning import roofline
+from mod_jax.planning import roofline, topology
 from mod_jax.planning.collectives import Collective
-from mod_jax.planning.topology import Product, coordinates
+from mod_jax.planning.topology import Product
 from mod_jax.training import losses, prepare
 
 FLOAT = 4  # bytes of a parameter, moment, gradient or logit
@@ -83,7 +83,7 @@ def count(config: Config, product: Product, mesh: Mesh) -> Count:
         everything * (3 + again) + 2 * kept + weights * (3 + 3 * again) + chunks * (2 * sizes.table + 3 * logits)
     )
     links = micro * sum(
-        roofline.bytes_sent(collective) / roofline.bandwidth(collective.group, product, coordinates(mesh))
+        roofline.bytes_sent(collective) / roofline.bandwidth(collective.group, product, topology.coordinates(mesh))
         for collective in _collectives(config, mesh, sizes, rows, width)
         if len(collective.group) > 1
     )

@@ -22,23 +22,9 @@ from mod_jax.data.cache import cache_root
 from mod_jax.layout import is_routed
 from mod_jax.models import flops
 from mod_jax.models.blocks import Block, Routed
-from mod_jax.models.flops import Parameters
-from mod_jax.models.model import make_model
 from mod_jax.models.moe import SERVED
-from mod_jax.planning import program, roofline, serving, topology
-from mod_jax.planning.report import (
-    changed_line,
-    compiled_line,
-    count,
-    describe_compilation,
-    describe_inputs,
-    line,
-    memory_line,
-    moved_by_chip,
-    moved_lines,
-    size,
-    wrap,
-)
+from mod_jax.planning import program, roofline, serving, serving_report, topology
+from mod_jax.planning.report import count, line, moved_by_chip, size
 from mod_jax.planning.serving import Arguments, expected_passes, tree_bytes
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling.cache import Cache
@@ -77,18 +63,10 @@ def make_report(
     weights = serving.read_by_chip(arguments.stack, plan.mesh, plan.batch_size)
     read = weights, serving.cache_by_chip(config, arguments, plan, slots)
     report = {
-        **describe_inputs(config, plan.product, plan.devices, dict(plan.mesh.shape)),
+        **serving_report.begin(config, plan, arguments, compiled, slots),
         "program": "decode",
-        "notes": plan.notes,
-        "parameters": flops.count_parameters(config, make_model(config, config.model.vocab_size))._asdict(),
-        "selection": plan.selection,
-        "dtype": config.model.dtype,
-        "batch": plan.batch_size,
-        "context": plan.num_positions,
         "passes": passes,
         "rows_per_pass": rows,
-        "compile": describe_compilation(compiled),
-        "memory": serving.memory_by_count(config, arguments, plan, slots),
         "flops": {"model": flops.decode_flops(config, config.model.vocab_size, slots).total},
         "read": bytes_read(config, *read, passes, rows, experts),
     }
@@ -96,16 +74,15 @@ def make_report(
         report["experts"] = {"count": config.experts.count, "used": experts}
     if not compiled.refused:
         _add_measures(report, plan, compiled)
-    memory = report["memory"]
-    report["fits"] = not compiled.refused and max(compiled.hbm_bytes, memory["loading"]) <= memory["available"]
+    report["fits"] = serving_report.fits(report, compiled)
     report["verdict"] = verdict(report)
     return report
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """See `serving.verdict`."""
+    """See `serving_report.verdict`."""
     smaller = {"batch": (report["batch"] // 2, 1), "context": (report["context"] // 2, MIN_BUCKET)}
-    return serving.verdict(report, "decoding", smaller)
+    return serving_report.verdict(report, "decoding", smaller)
 
 
 def trace_decoding(
@@ -211,9 +188,8 @@ def _add_measures(report: dict[str, Any], plan: serving.Serving, compiled: topol
     by_count = (report["read"]["weights"] + report["read"]["cache"]) / chip.hbm_bandwidth
     # A tiny model stays on the chip from step to step, as far as the program tells; no plan should count on that.
     seconds = max(times.seconds_exposed, by_count + times.interconnect)
-    terms = {name: getattr(times, name) for name in ("compute", "hbm", "interconnect")}
     report["estimate"] = {
-        **terms,
+        **serving_report.terms(times),
         "seconds": seconds,
         "seconds_by_count": by_count,
         "tokens_per_second": report["batch"] / seconds,
@@ -222,38 +198,25 @@ def _add_measures(report: dict[str, Any], plan: serving.Serving, compiled: topol
 
 def describe(report: dict[str, Any]) -> str:
     """The report for a person, the verdict last."""
-    memory, flops = report["memory"], report["flops"]
-    lines = [
-        serving.target_line(report["topology"]),
-        changed_line(report),
+    rows = count(report["batch"], "row")
+    what = f"a step is one token for {rows} of up to {report['context']:,} positions"
+    return serving_report.describe(report, what, "step", _measures)
+
+
+def _measures(report: dict[str, Any]) -> list[str]:
+    flops = report["flops"]
+    return [
+        *([line("routed", _routed(report))] if _has_routed(report) else []),
+        *([line("experts", _experts(report))] if "experts" in report else []),
         line(
-            "size",
-            f"{report['layout']}, {Parameters(**report['parameters'])}, {size(memory['weights'])} a chip as they are "
-            f"sampled from (matrices {report['dtype']}, the rest float32); a step is one token for "
-            f"{count(report['batch'], 'row')} of up to {report['context']:,} positions; selection "
-            f"{report['selection']}",
+            "flops",
+            f"{flops['model']:.4g} a token by our count, caches full; {flops['compiled']:.4g} in the matrix "
+            "products of the compiled program, without those of few rows, which run on the vector unit; the "
+            f"compiler's own figure, every block once, is {flops['compiled_every_block']:.4g}",
         ),
-        compiled_line(report),
-        *(line("note", note) for note in report["notes"]),
-        serving.cache_line(memory),
-        serving.loading_line(memory),
+        line("read", _read(report)),
+        line("estimate", _estimate(report)),
     ]
-    if not report["compile"]["refused"]:
-        lines += [
-            memory_line(memory),
-            *([line("routed", _routed(report))] if _has_routed(report) else []),
-            *([line("experts", _experts(report))] if "experts" in report else []),
-            line(
-                "flops",
-                f"{flops['model']:.4g} a token by our count, caches full; {flops['compiled']:.4g} in the matrix "
-                "products of the compiled program, without those of few rows, which run on the vector unit; the "
-                f"compiler's own figure, every block once, is {flops['compiled_every_block']:.4g}",
-            ),
-            line("read", _read(report)),
-            *moved_lines(report["collectives"], "step"),
-            line("estimate", _estimate(report)),
-        ]
-    return wrap([*lines, line("verdict", report["verdict"])])
 
 
 def _read(report: dict[str, Any]) -> str:
@@ -287,9 +250,7 @@ def _experts(report: dict[str, Any]) -> str:
 
 
 def _estimate(report: dict[str, Any]) -> str:
-    e = report["estimate"]
-    runs = sum(entry["count"] for entry in report["collectives"])
-    links = f", links {1e3 * e['interconnect']:.3g} ms; the delay of {runs:,.0f} collectives is not in it" * (runs > 0)
+    e, links = report["estimate"], serving_report.links(report)
     return (
         f"{1e3 * e['seconds']:.3g} ms a token and row, {e['tokens_per_second']:,.0f} tokens/s for all rows. A "
         f"roofline, optimistic, not a measurement, no TPU ran it: HBM {1e3 * e['hbm']:.3g} ms, matrix unit "

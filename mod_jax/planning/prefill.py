@@ -22,23 +22,9 @@ from mod_jax.data.cache import cache_root
 from mod_jax.errors import ConfigError
 from mod_jax.layout import is_routed
 from mod_jax.models import flops
-from mod_jax.models.flops import Parameters
-from mod_jax.models.model import make_model
 from mod_jax.models.moe import BLOCK, SERVED
-from mod_jax.planning import program, roofline, serving, topology
-from mod_jax.planning.report import (
-    changed_line,
-    compiled_line,
-    count,
-    describe_compilation,
-    describe_inputs,
-    line,
-    memory_line,
-    moved_by_chip,
-    moved_lines,
-    size,
-    wrap,
-)
+from mod_jax.planning import program, roofline, serving, serving_report, topology
+from mod_jax.planning.report import count, line, moved_by_chip, size
 from mod_jax.planning.serving import Arguments, Serving, expected_passes
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling.generate import MIN_BUCKET, bucket
@@ -81,27 +67,18 @@ def make_report(
     row = flops.forward_flops(config, vocab_size, length, causal_half=True, unembed=False).total
     slots = cache_lib.slot_counts(config, plan.num_positions)
     report = {
-        **describe_inputs(config, plan.product, plan.devices, dict(plan.mesh.shape)),
+        **serving_report.begin(config, plan, arguments, compiled, slots),
         "program": "prefill",
-        "notes": plan.notes,
-        "parameters": flops.count_parameters(config, make_model(config, vocab_size))._asdict(),
-        "selection": plan.selection,
-        "dtype": config.model.dtype,
-        "batch": plan.batch_size,
-        "context": plan.num_positions,
         "prompt": length,
         "passes": passes,
         "tokens_per_pass": kept,
-        "compile": describe_compilation(compiled),
-        "memory": serving.memory_by_count(config, arguments, plan, slots),
         "flops": {"model": plan.batch_size * (row + 2 * config.model.width * vocab_size)},  # logits of the last token
     }
     if not compiled.refused:
         _add_measures(report, config, plan, compiled)
-    memory = report["memory"]
-    report["fits"] = not compiled.refused and max(compiled.hbm_bytes, memory["loading"]) <= memory["available"]
     smaller = {"batch": (plan.batch_size // 2, 1), "prompt": (length // 2, MIN_BUCKET)}
-    report["verdict"] = serving.verdict(report, "prefill", smaller)
+    report["fits"] = serving_report.fits(report, compiled)
+    report["verdict"] = serving_report.verdict(report, "prefill", smaller)
     return report
 
 
@@ -132,7 +109,7 @@ def _add_measures(report: dict[str, Any], config: Config, plan: Serving, compile
         report["notes"].append(f"{step.kernels:g} runs of kernels that are not known here count as no FLOPs")
     times = roofline.estimate(step, plan.product, peak, topology.coordinates(plan.mesh))
     report["estimate"] = {
-        **{name: getattr(times, name) for name in ("compute", "hbm", "interconnect")},
+        **serving_report.terms(times),
         "seconds_hidden": times.seconds_hidden,
         "seconds": times.seconds_exposed,
         "tokens_per_second": report["batch"] * report["prompt"] / times.seconds_exposed,
@@ -163,35 +140,23 @@ def read_prefill(
 
 def describe(report: dict[str, Any]) -> str:
     """The report for a person, the verdict last."""
-    memory, flops = report["memory"], report["flops"]
-    lines = [
-        serving.target_line(report["topology"]),
-        changed_line(report),
+    prompts = count(report["batch"], "prompt")
+    what = f"{prompts} of {report['prompt']:,} tokens, in caches for {report['context']:,}"
+    return serving_report.describe(report, what, "prefill", _measures)
+
+
+def _measures(report: dict[str, Any]) -> list[str]:
+    flops = report["flops"]
+    return [
+        *([line("routed", _routed(report))] if any(map(is_routed, report["layout"])) else []),
         line(
-            "size",
-            f"{report['layout']}, {Parameters(**report['parameters'])}, {size(memory['weights'])} a chip as they are "
-            f"sampled from (matrices {report['dtype']}, the rest float32); {count(report['batch'], 'prompt')} of "
-            f"{report['prompt']:,} tokens, in caches for {report['context']:,}; selection {report['selection']}",
+            "flops",
+            f"{flops['model']:.4g} by our count, of the pairs that the causal mask allows; {flops['compiled']:.4g} "
+            "in the matrix products of the compiled program",
         ),
-        compiled_line(report),
-        *(line("note", note) for note in report["notes"]),
-        serving.cache_line(memory),
-        serving.loading_line(memory),
+        line("read", f"{size(report['read']['compiled'])} to and from HBM, a chip, in the compiled program"),
+        line("estimate", _estimate(report)),
     ]
-    if not report["compile"]["refused"]:
-        lines += [
-            memory_line(memory),
-            *([line("routed", _routed(report))] if any(map(is_routed, report["layout"])) else []),
-            line(
-                "flops",
-                f"{flops['model']:.4g} by our count, of the pairs that the causal mask allows; {flops['compiled']:.4g} "
-                "in the matrix products of the compiled program",
-            ),
-            line("read", f"{size(report['read']['compiled'])} to and from HBM, a chip, in the compiled program"),
-            *moved_lines(report["collectives"], "prefill"),
-            line("estimate", _estimate(report)),
-        ]
-    return wrap([*lines, line("verdict", report["verdict"])])
 
 
 def _routed(report: dict[str, Any]) -> str:
@@ -203,10 +168,8 @@ def _routed(report: dict[str, Any]) -> str:
 
 def _estimate(report: dict[str, Any]) -> str:
     e = report["estimate"]
-    runs = sum(entry["count"] for entry in report["collectives"])
-    links = f", links {1e3 * e['interconnect']:.3g} ms; the delay of {runs:,.0f} collectives is not in it" * (runs > 0)
     return (
         f"{1e3 * e['seconds']:.3g} ms to the first token of all rows, {e['tokens_per_second']:,.0f} tokens/s of "
         f"prompts; MFU {e['mfu']:.0%}. A roofline, optimistic, not a measurement, no TPU ran it: matrix unit "
-        f"{1e3 * e['compute']:.3g} ms, HBM {1e3 * e['hbm']:.3g} ms{links}"
+        f"{1e3 * e['compute']:.3g} ms, HBM {1e3 * e['hbm']:.3g} ms{serving_report.links(report)}"
     )

@@ -15,6 +15,7 @@ from mod_jax.planning.program import Step
 from mod_jax.planning.topology import Compiled, Product
 
 INDENT = 10
+TIGHT = 0.9  # of a chip's memory: beyond it, what runs beside, an evaluation or a prefill, may not fit
 
 
 def find_slice(config: Config, name: str) -> tuple[Product, str, list[jax.Device]]:

@@ -25,8 +25,7 @@ from mod_jax import sharding
 from mod_jax.config import FIELDS, Config, MeshConfig, TrainConfig
 from mod_jax.errors import ConfigError
 from mod_jax.planning import counts, topology, train_step
-from mod_jax.planning.report import changed_line, count, describe_inputs, find_slice, line, size, wrap
-from mod_jax.planning.train_step import TIGHT
+from mod_jax.planning.report import TIGHT, changed_line, count, describe_inputs, find_slice, line, size, wrap
 from mod_jax.training import losses
 
 LOSS_CHUNKS = (0, 512, 8192)  # tokens; 0 is what the platform prefers

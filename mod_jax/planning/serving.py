@@ -20,8 +20,7 @@ from mod_jax.config import Config, MeshConfig
 from mod_jax.errors import ConfigError
 from mod_jax.models.blocks import Choice
 from mod_jax.models.model import make_model
-from mod_jax.planning import topology
-from mod_jax.planning.report import find_slice, line, size
+from mod_jax.planning.report import find_slice
 from mod_jax.planning.topology import Product
 from mod_jax.sampling import cache as cache_lib
 from mod_jax.sampling.choice import Options, make_knobs
@@ -31,7 +30,6 @@ from mod_jax.sampling.stack import Stack
 from mod_jax.trained import as_mesh_config, causal_selection, serving_mesh
 
 PLATFORM = "tpu"
-TIGHT = 0.9  # of a chip's memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,61 +241,3 @@ def memory_by_count(config: Config, arguments: Arguments, serving: Serving, slot
         "dense_cache": tree_bytes(cache_by_chip(config, arguments, serving, full)),
         "loading": held_bytes(params) + weights,  # a checkpoint is float32, and rounded beside itself
     }
-
-
-# Parts of a report.
-
-
-def target_line(where: dict[str, Any]) -> str:
-    mesh = " x ".join(f"{axis} {ways}" for axis, ways in where["mesh"].items() if ways > 1)
-    used = int(np.prod(list(where["mesh"].values())))
-    others = f"; the other {where['devices'] - used} are free for other samplers" if used < where["devices"] else ""
-    if used == 1:
-        return line("target", f"one chip of {where['name']} ({where['kind']}){others}")
-    return line(
-        "target",
-        f"{used} chips of {where['name']} ({where['kind']}), mesh {mesh}: weights over fsdp and tensor, rows and their "
-        f"caches over data and fsdp{others}",
-    )
-
-
-def cache_line(memory: dict[str, float]) -> str:
-    return line(
-        "cache",
-        f"{size(memory['cache'])} a chip, {memory['cache'] / memory['dense_cache']:.3f} of a dense model's "
-        f"{size(memory['dense_cache'])} at this depth",
-    )
-
-
-def loading_line(memory: dict[str, float]) -> str:
-    return line(
-        "loading", f"{size(memory['loading'])} a chip, before there is a cache: the checkpoint's float32, then rounded"
-    )
-
-
-def verdict(report: dict[str, Any], what: str, smaller: Mapping[str, tuple[int, int]]) -> str:
-    """Whether it fits, by how much, and if not what to change, what costs least first.
-
-    Args:
-      what: takes memory, such as "decoding".
-      smaller: by flag: the next smaller value, and the least that makes sense.
-    """
-    memory, name, mesh = report["memory"], report["topology"]["name"], report["topology"]["mesh"]
-    where = f"on a chip of {name}" if np.prod(list(mesh.values())) == 1 else f"on {name}"
-    available, loading = memory["available"], memory["loading"]
-    needed = max(memory.get("needed", available), loading)
-    if report["fits"]:
-        tight = " (tight)" if needed > TIGHT * available else ""
-        loads = " while it loads" if loading == needed else ""
-        return f"FITS {where}: {size(available - needed)} a chip to spare{loads}{tight}"
-    changes = []
-    if mesh["data"] > 1:
-        changes.append(f"--mesh.data=1 --mesh.fsdp={mesh['data'] * mesh['fsdp']} (weights split; more collectives)")
-    larger = [f"{kind} ({size(chip.hbm_bytes)})" for kind, chip in topology.CHIPS.items() if chip.hbm_bytes > needed]
-    changes.append("more chips" + (f", or chips of {' or '.join(larger)}" if larger else ""))
-    if loading > available:
-        why = f"loading takes {size(loading)} of {size(available)} a chip, float32 parameters beside those rounded"
-    else:
-        why = report["compile"]["refused"] or f"{what} takes {size(needed)} of {size(available)} a chip"
-        changes = [f"--{flag}={value}" for flag, (value, least) in smaller.items() if value >= least] + changes
-    return f"DOES NOT FIT {where}: {why}; try {', then '.join(changes)}"

@@ -40,19 +40,12 @@ CHOOSING = {**EXPERTS, "experts.choice": "expert", "experts.capacity": 0.5}
 @pytest.mark.parametrize(
     ("num_rows", "changes"), [(1, {}), (4, {}), (1, EXPERTS), pytest.param(4, CHOOSING, marks=pytest.mark.slow)]
 )
-def test_what_is_planned_is_what_the_sampler_runs(build, monkeypatch, num_rows, changes):
+def test_what_is_planned_is_what_the_sampler_runs(build, watched, num_rows, changes):
     """The loop that a sampler runs here, word for word, if the plan is for a CPU."""
     model = build(**{"model.vocab_size": ByteTokenizer().vocab_size, "model.dtype": "bfloat16", **changes})
-    sampler, programs = sampling.Sampler(model), []
-    advance = sampler._advance
-
-    def watched(*arguments, **named):
-        programs.append(str(advance.trace(*arguments, **named).jaxpr))
-        return advance(*arguments, **named)
-
-    monkeypatch.setattr(sampler, "_advance", watched)
+    sampler = sampling.Sampler(model)
+    programs = watched(sampler, "_advance")
     sampler.generate(["a"] * num_rows, max_new_tokens=8)
-    monkeypatch.setattr(serving, "PLATFORM", "cpu")
     traced, given = plan.trace_decoding(model.config, sampler.selection, num_rows, 32, jax.devices()[0])
     assert str(traced.jaxpr) == programs[0]
     kept = [(leaf.shape, leaf.dtype) for leaf in sampler._weights]
@@ -134,12 +127,8 @@ def test_bytes_read_of_experts_are_those_of_the_ones_that_are_used():
 
 
 @pytest.fixture
-def report(tmp_path, monkeypatch):
+def report(tmp_path, devices_here):
     """A function of config changes that plans for v5e:2x2, by default for one of its chips."""
-    real = topology.importlib.metadata.version
-    monkeypatch.setattr(topology.importlib.metadata, "version", lambda name: "1" if name == "libtpu" else real(name))
-    monkeypatch.setattr(topology, "devices", lambda product: jax.devices()[: product.num_chips])
-    monkeypatch.setattr(topology, "coordinates", lambda mesh: [divmod(i, 2) + (0,) for i in range(mesh.size)])
 
     def make(batch=4, context=None, mesh=MappingProxyType({}), **changes):
         config = make_config(**{**CHANGES, "data.cache_dir": str(tmp_path), **changes})

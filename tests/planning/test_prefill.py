@@ -13,7 +13,6 @@ from mod_jax.data.tokenizers import ByteTokenizer
 from mod_jax.errors import ConfigError
 from mod_jax.models import flops
 from mod_jax.planning import prefill as plan
-from mod_jax.planning import serving, topology
 
 CHANGES = {
     "model.width": 16,
@@ -28,12 +27,8 @@ CHANGES = {
 
 
 @pytest.fixture
-def report(tmp_path, monkeypatch):
+def report(tmp_path, devices_here):
     """A function of config changes that plans for v5e:2x2, by default for one of its chips."""
-    real = topology.importlib.metadata.version
-    monkeypatch.setattr(topology.importlib.metadata, "version", lambda name: "1" if name == "libtpu" else real(name))
-    monkeypatch.setattr(topology, "devices", lambda product: jax.devices()[: product.num_chips])
-    monkeypatch.setattr(topology, "coordinates", lambda mesh: [divmod(i, 2) + (0,) for i in range(mesh.size)])
 
     def make(batch=4, context=None, prompt=None, mesh=MappingProxyType({}), **changes):
         config = make_config(**{**CHANGES, "data.cache_dir": str(tmp_path), **changes})
@@ -42,19 +37,12 @@ def report(tmp_path, monkeypatch):
     return make
 
 
-def test_what_is_planned_is_what_the_sampler_runs(build, monkeypatch):
+def test_what_is_planned_is_what_the_sampler_runs(build, watched):
     """The program that a sampler runs here, word for word, if the plan is for a CPU."""
     model = build(**{"model.vocab_size": ByteTokenizer().vocab_size, "model.dtype": "bfloat16", "model.depth": 2})
-    sampler, programs = sampling.Sampler(model), []
-    prefill = sampler._prefill
-
-    def watched(*arguments, **named):
-        programs.append(str(prefill.trace(*arguments, **named).jaxpr))
-        return prefill(*arguments, **named)
-
-    monkeypatch.setattr(sampler, "_prefill", watched)
+    sampler = sampling.Sampler(model)
+    programs = watched(sampler, "_prefill")
     sampler.generate(["a"] * 4, max_new_tokens=8)
-    monkeypatch.setattr(serving, "PLATFORM", "cpu")
     traced, given = plan.trace_prefill(model.config, sampler.selection, 4, 32, 32, jax.devices()[0])
     assert str(traced.jaxpr) == programs[0]
     assert [(leaf.shape, leaf.dtype) for leaf in sampler._weights] == [(w.shape, w.dtype) for w in given.weights]

@@ -84,7 +84,7 @@ def test_counts_by_remat_and_micro_batches(tiny_config):
         return counts.count(config, product, sharding.make_mesh(config, devices))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(counts, "coordinates", lambda mesh: [(x, y, 0) for x in range(2) for y in range(2)])
+        patch.setattr(topology, "coordinates", lambda mesh: [(x, y, 0) for x in range(2) for y in range(2)])
         none, dots, full = (counted(**{"model.remat": remat}) for remat in ("none", "dots", "full"))
         assert none.memory > dots.memory > full.memory
         two = counted(**{"train.accumulation": 2})
@@ -115,13 +115,8 @@ def plans(tmp_path_factory):
 
 
 @pytest.fixture
-def searched(tiny_config, plans, monkeypatch):
+def searched(tiny_config, plans, devices_here):
     """A function of a limit and config changes that searches for four devices."""
-    real = topology.importlib.metadata.version
-    monkeypatch.setattr(topology.importlib.metadata, "version", lambda name: "1" if name == "libtpu" else real(name))
-    monkeypatch.setattr(topology, "devices", lambda product: jax.devices()[: product.num_chips])
-    for module in (topology, counts):
-        monkeypatch.setattr(module, "coordinates", lambda mesh: [(x, y, 0) for x in range(2) for y in range(2)])
 
     def make(limit, **changes):
         return search.make_report(tiny_config(**{**SIX, "data.cache_dir": str(plans), **changes}), "v5e-4", limit)
