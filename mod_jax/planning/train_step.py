@@ -22,6 +22,7 @@ from mod_jax.models.flops import Parameters
 from mod_jax.planning import program, roofline, topology
 from mod_jax.planning.collectives import is_exchange, token_movers
 from mod_jax.planning.report import (
+    TIGHT,
     changed_line,
     compiled_line,
     count,
@@ -38,7 +39,6 @@ from mod_jax.planning.report import (
 from mod_jax.training import loop, losses, prepare
 
 BATCH_AXES = ("data", "fsdp", "expert")
-TIGHT = 0.9  # of a chip's memory: beyond it, evaluation may not fit beside the train state
 
 
 def make_report(config: Config, topology_name: str) -> dict[str, Any]:
@@ -98,10 +98,10 @@ def _add_measures(report: dict[str, Any], config: Config, product, mesh, params,
     }
 
     report["collectives"] = moved_by_chip(step)
-    shapes = [(leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params)]
+    moved = [collective for collective, _ in step.moved]
     report["token_movers"] = [
         f"{c.kind} {c.dtype}{list(c.shape)} over {' and '.join(c.axes)} ({c.source or 'no name'})"
-        for c in token_movers([collective for collective, _ in step.moved], shapes, BATCH_AXES)
+        for c in token_movers(moved, gradient_shapes(config, mesh, params), BATCH_AXES)
     ]
     exchanges = [(times, times * roofline.bytes_sent(c)) for c, times in step.moved if is_exchange(c)]
     report["exchanges"] = {"count": sum(times for times, _ in exchanges), "bytes": sum(sent for _, sent in exchanges)}
@@ -125,6 +125,17 @@ def _add_measures(report: dict[str, Any], config: Config, product, mesh, params,
         notes.append(f"loops of {odd} trips are neither the stack of blocks, nor micro-batches, nor chunks of the loss")
     if step.kernels:
         notes.append(f"{step.kernels} runs of kernels that are not known here count as no FLOPs: MFU is less")
+
+
+def gradient_shapes(config: Config, mesh: jax.sharding.Mesh, params: Any) -> list[tuple[tuple[int, ...], ...]]:
+    """Whole shape and shape of one device's part of all that gradients are summed as: of each parameter; and of the
+    scales of queries and keys, [H], also before they are summed over heads, [N, H]."""
+    shapes = [(leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params)]
+    if config.model.qk_norm:
+        for heads in (config.model.num_heads, config.model.num_kv_heads):
+            part = heads // mesh.shape["tensor"]
+            shapes.append(((heads, config.model.head_dim), (part, config.model.head_dim)))
+    return shapes
 
 
 def rows_by_host(mesh: jax.sharding.Mesh, batch_size: int) -> list[list[int]]:

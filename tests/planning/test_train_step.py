@@ -1,6 +1,7 @@
 """The plan command: what it refuses, what it reports, and, where libtpu is installed, what it says of a real slice."""
 
 import json
+import math
 import os
 import pathlib
 import re
@@ -11,10 +12,12 @@ import jax
 import numpy as np
 import pytest
 
+from mod_jax import sharding
 from mod_jax.config import MeshConfig
 from mod_jax.errors import ConfigError
 from mod_jax.planning import topology
 from mod_jax.planning import train_step as plan
+from mod_jax.planning.collectives import Collective, token_movers
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FSDP = {"mesh.data": 1, "mesh.fsdp": -1}
@@ -103,12 +106,8 @@ def test_a_slice_that_no_mesh_covers_is_refused_in_the_words_of_the_config(tiny_
 
 
 @pytest.fixture
-def report(tiny_config, tmp_path, monkeypatch):
+def report(tiny_config, tmp_path, devices_here):
     """A function of config changes that plans for four devices."""
-    real = topology.importlib.metadata.version
-    monkeypatch.setattr(topology.importlib.metadata, "version", lambda name: "1" if name == "libtpu" else real(name))
-    monkeypatch.setattr(topology, "devices", lambda product: jax.devices()[: product.num_chips])
-    monkeypatch.setattr(topology, "coordinates", lambda mesh: [(x, y, 0) for x in range(2) for y in range(2)])
 
     def make(**changes):
         config = tiny_config(**{**FSDP, "model.vocab_size": 64, "data.cache_dir": str(tmp_path), **changes})
@@ -141,6 +140,18 @@ def test_a_report(report):
     for start in ("target    v5e:2x2: 4 chips, 4 devices", "routing   no collective", "note      v5e-4 is v5e:2x2"):
         assert f"\n{start}" in f"\n{text}"
     assert "not a measurement" in " ".join(text.split())
+
+
+def test_the_scales_of_queries_and_keys_may_be_summed_before_their_heads_are(tiny_config):
+    """As a TPU's program for model.remat = "dots" does: heads of a chip x head_dim. Tokens of such a size are none."""
+    config = tiny_config(**{"model.num_heads": 40, "model.width": 320, "model.head_dim": 16, "mesh.tensor": 2})
+    mesh = sharding.make_mesh(config, jax.devices()[:2])
+    shapes = plan.gradient_shapes(config, mesh, {})
+    for shape, moves in (((20, 16), False), ((40, 16), False), ((20, 17), True), ((21, 16), True)):
+        summed = Collective("all-reduce", "f32", shape, 4 * math.prod(shape), ("fsdp",))
+        assert bool(token_movers([summed], shapes, plan.BATCH_AXES)) == moves
+    bare = tiny_config(**{"model.qk_norm": False, "mesh.tensor": 2})
+    assert plan.gradient_shapes(bare, mesh, {}) == []
 
 
 def test_the_same_plan_is_compiled_once(report):
