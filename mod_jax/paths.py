@@ -15,7 +15,7 @@ from mod_jax import buckets
 from mod_jax.errors import ConfigError, StorageError
 
 Folder = pathlib.Path | epath.Path  # of a run
-NAME_BYTES = 255  # of a file or folder, on the file systems that people have
+NAME_BYTES, PATH_BYTES = 255, 4000  # the most, on the file systems that people have; a workdir needs room below it
 SCHEME = r"[A-Za-z][\w+.-]+:/"  # one slash: a pathlib.Path has lost the other
 
 
@@ -27,8 +27,7 @@ def local_folder(name: str, value: str | os.PathLike) -> pathlib.Path:
       value: what they gave. A leading ~ is the home folder.
 
     Raises:
-      ConfigError: it is no path, empty, in a bucket, has a name that is too long, or characters that no file of ours
-        can live with.
+      ConfigError: it is no path, empty, in a bucket, too long, or has characters that no file of ours can live with.
     """
     text = _text(name, value)
     if scheme := re.match(SCHEME, text):
@@ -42,6 +41,8 @@ def local_folder(name: str, value: str | os.PathLike) -> pathlib.Path:
         raise ConfigError(f"{name} = {text!r}: {error}") from None
     if longest := [part for part in path.parts if len(os.fsencode(part)) > NAME_BYTES]:
         raise ConfigError(f"{name} = {text!r}: {longest[0]!r} is longer than a name may be, {NAME_BYTES} bytes")
+    if len(os.fsencode(path)) > PATH_BYTES:
+        raise ConfigError(f"{name} = {text[:80]!r}...: is longer than a path may be, {PATH_BYTES} bytes")
     if not str(path).isprintable():
         raise ConfigError(f"{name} = {text!r}: {str(path)!r} has characters that cannot be printed")
     return path

@@ -58,7 +58,7 @@ def test_an_extra_that_is_missing_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "  ", "a\nb", "a\0b", b"\xff", "~nobody-of-this-name/x", "a/" + "é" * 128, None, 3]
+    "text", ["", "  ", "a\nb", "a\0b", b"\xff", "~nobody-of-this-name/x", "a/" + "é" * 128, "a/" * 2500, None, 3]
 )
 def test_what_names_no_folder_is_refused(text):
     with pytest.raises(ConfigError, match=r"^--workdir = ") as refused:
