@@ -54,8 +54,8 @@ RULES = ShardingRules()
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
 
-# Of parameters. "matrix": weight decay, and rounded to the compute dtype. "vector": norms. The others route, with a
-# learning rate and a decay of their own, which biases do not have. "lora": what is added to matrices (`models/lora.py`).
+# Of parameters. "matrix": weight decay, and rounded to the compute dtype. "vector": norms. "lora": what is added to
+# matrices (`models/lora.py`). The others route, with a learning rate and a decay of their own, which biases do not have.
 GROUPS = ("matrix", "vector", "router", "predictor", "predictor_bias", "lora")
 
 
