@@ -6,7 +6,10 @@ Needs the extra `docs`.
 import pathlib
 import sys
 
-import pdoc
+try:
+    import pdoc
+except ImportError:
+    sys.exit("docs/api.py needs an extra: pip install -e '.[docs]'")
 
 import mod_jax
 

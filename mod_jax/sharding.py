@@ -55,7 +55,7 @@ Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
 
 # Of parameters. "matrix": weight decay, and rounded to the compute dtype. "vector": norms. "lora": what is added to
-# matrices (`models/lora.py`). The others route, with a learning rate and a decay of their own, which biases do not have.
+# matrices (`models/lora.py`). The others route. They have a learning rate of their own and, but for biases, a decay.
 GROUPS = ("matrix", "vector", "router", "predictor", "predictor_bias", "lora")
 
 
